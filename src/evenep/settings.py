@@ -1,0 +1,57 @@
+"""The only place that reads the environment. ``catalogue()`` is the documentation of it."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, field, fields
+from pathlib import Path
+
+from .errors import ConfigError, explain
+
+
+def _flag(name: str, text: str) -> bool:
+    if text.lower() in {"1", "true", "yes", "on"}:
+        return True
+    if text.lower() in {"", "0", "false", "no", "off"}:
+        return False
+    raise ConfigError(explain(f"{name} is not a flag", expected="0 or 1", got=repr(text)))
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Process-wide switches, read once when first asked for."""
+
+    debug: bool = field(
+        default=False,
+        metadata={"env": "EVENEP_DEBUG", "help": "check every plan's invariants at every step"},
+    )
+    poison: bool = field(
+        default=False,
+        metadata={"env": "EVENEP_POISON", "help": "fill fresh buffers with NaN instead of zero"},
+    )
+    cache_dir: Path = field(
+        default=Path.home() / ".cache" / "evenep",
+        metadata={"env": "EVENEP_CACHE_DIR", "help": "where generated fixtures are kept"},
+    )
+
+    @classmethod
+    def from_environment(cls) -> Settings:
+        values: dict[str, object] = {}
+        for f in fields(cls):
+            text = os.environ.get(f.metadata["env"])
+            if text is None:
+                continue
+            values[f.name] = _flag(f.metadata["env"], text) if f.type == "bool" else Path(text)
+        return cls(**values)  # type: ignore[arg-type]
+
+
+def catalogue() -> list[tuple[str, str, str]]:
+    """``(variable, default, meaning)`` of every variable EvenEP reads."""
+    return [(f.metadata["env"], str(f.default), f.metadata["help"]) for f in fields(Settings)]
+
+
+def torchrun_rank() -> tuple[int, int] | None:
+    """``(rank, world size)`` as torchrun exports them, or None outside torchrun."""
+    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
+        return None
+    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
