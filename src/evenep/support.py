@@ -136,9 +136,7 @@ RULES: tuple[Rule, ...] = (
 def choices(axis: str, *, supported: bool | None = None) -> list[Choice]:
     """The choices of one axis, optionally only the supported or only the refused ones."""
     return [
-        c
-        for c in CHOICES
-        if c.axis == axis and (supported is None or supported == (not c.refused))
+        c for c in CHOICES if c.axis == axis and (supported is None or supported == (not c.refused))
     ]
 
 

@@ -130,7 +130,9 @@ class _TensorWeights(ExpertWeights):
                         )
                     )
             for expert in range(cfg.num_experts):
-                fmt.validate({n: t[expert] for n, t in tensors.items()}, f"{where}, expert {expert}")
+                fmt.validate(
+                    {n: t[expert] for n, t in tensors.items()}, f"{where}, expert {expert}"
+                )
 
     def load(
         self,

@@ -1,0 +1,1 @@
+"""EvenEP: balanced expert parallelism. Every rank does the same work, whatever the router chose."""

@@ -1,0 +1,76 @@
+"""Which rank is home to which expert."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from ..errors import ConfigError, explain
+
+Ints = NDArray[np.int64]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Placement:
+    """Every expert's home rank.
+
+    Attributes:
+        home_E: int64 ``[E]``, the rank that owns expert e's weights.
+        local_E: int64 ``[E]``, e's row among its home's experts, ascending by expert id.
+        ranks: R.
+    """
+
+    home_E: Ints
+    local_E: Ints
+    ranks: int
+
+    @staticmethod
+    @functools.cache
+    def contiguous(num_experts: int, ranks: int) -> Placement:
+        """Blocks of consecutive experts; the first ``E mod R`` ranks own one more.
+
+        Example: E = 7, R = 3 gives homes ``[0, 0, 0, 1, 1, 2, 2]``.
+        """
+        sizes = [num_experts // ranks + (r < num_experts % ranks) for r in range(ranks)]
+        return Placement.from_homes(np.repeat(np.arange(ranks), sizes).tolist(), ranks)
+
+    @classmethod
+    def from_homes(cls, homes: Sequence[int], ranks: int) -> Placement:
+        """Any map of experts to ranks.
+
+        Raises:
+            ConfigError: a home is outside ``0 … ranks - 1``.
+        """
+        home_E = np.asarray(homes, dtype=np.int64)
+        if home_E.ndim != 1 or (home_E.size and not (0 <= home_E.min() <= home_E.max() < ranks)):
+            raise ConfigError(
+                explain(
+                    "bad placement map",
+                    where="Placement",
+                    expected=f"one home rank in [0, {ranks}) per expert",
+                    got=homes,
+                )
+            )
+        local_E = np.zeros_like(home_E)
+        for rank in range(ranks):
+            owned = home_E == rank
+            local_E[owned] = np.arange(int(owned.sum()))
+        return cls(home_E, local_E, ranks)
+
+    @property
+    def num_experts(self) -> int:
+        """E."""
+        return int(self.home_E.size)
+
+    @property
+    def max_experts_per_rank(self) -> int:
+        """Home experts of the fullest rank; home rows every rank allocates."""
+        return int(np.bincount(self.home_E, minlength=self.ranks).max())
+
+    def experts_of(self, rank: int) -> list[int]:
+        """The experts a rank is home to, ascending; row i of its store holds the i-th."""
+        return np.flatnonzero(self.home_E == rank).tolist()

@@ -1,0 +1,49 @@
+"""Candidates of every kind, scored by the cost model; the fastest wins.
+
+``static`` and ``exact`` are always among them, so ``auto`` is never slower than either in modelled
+time. Ties go to the one that moves fewer experts, then to the earlier candidate.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..placement import Ints
+from ..problem import Problem
+from .bounded import bounded
+from .exact import exact
+from .refine import refine
+
+EPSILONS = (0.0, 0.01, 0.05, 0.1, 0.2, 0.5)
+REFINE_STEPS = 32
+
+
+def auto(problem: Problem) -> tuple[Ints, str]:
+    """The allocation with the least modelled time, and the candidate's name."""
+    candidates = [("static", problem.static_allocation())]
+    if problem.slots and problem.ranks > 1 and problem.total and not _static_is_optimal(problem):
+        for epsilon in sorted({problem.epsilon, *EPSILONS}, reverse=True):
+            candidates.append((f"bounded({epsilon:g})", bounded(problem, epsilon)))
+        exact_ER = exact(problem)
+        if problem.fits(exact_ER):
+            candidates.append(("exact", exact_ER))
+        start, _ = _best(problem, candidates)
+        refined_ER = refine(problem, candidates[start][1], max_steps=REFINE_STEPS)
+        candidates.append((f"{candidates[start][0]}+refined", refined_ER))
+    winner, _ = _best(problem, candidates)
+    return candidates[winner][1], candidates[winner][0]
+
+
+def _best(problem: Problem, candidates: list[tuple[str, Ints]]) -> tuple[int, int]:
+    """Index and modelled time of the winner."""
+    scores = [
+        (problem.time_ps(alloc_ER), int(problem.moved_ER(alloc_ER).sum()), i)
+        for i, (_, alloc_ER) in enumerate(candidates)
+    ]
+    time_ps, _, index = min(scores)
+    return index, time_ps
+
+
+def _static_is_optimal(problem: Problem) -> bool:
+    """Every rank takes equally long at home already: moving work can only lengthen one."""
+    return bool(np.ptp(problem.rank_times_ps(problem.static_allocation())) == 0)

@@ -1,0 +1,165 @@
+"""Every rank within ``(1 + epsilon)`` of the mean, with the fewest replicas that reach it.
+
+With slack, a rank may stay below its share, so the R - 1 replicas that exactness costs disappear:
+only surpluses have to move. The greedy serves the largest surplus first. If one replica can finish
+a donor it takes the receiver whose room fits best and the smallest expert that suffices (moving a
+whole expert also saves its home the weight read); otherwise it pairs the largest expert with the
+largest room. Resident replicas, which move no bytes, are tried first as a second candidate.
+
+When the slot budget can't reach ``epsilon``, the lowest reachable threshold is found by bisection,
+and the plan's statistics say what was reached. No route is dropped: what can't move stays home.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from ..placement import Ints
+from ..problem import Problem
+from .exact import exact
+
+
+@dataclass(slots=True)
+class _State:
+    """A plan being built. Lists, not arrays: the greedy touches single numbers."""
+
+    alloc_ER: Ints
+    surplus: list[int]
+    room: list[int]
+    free: list[int]
+    remaining: list[int]  # routes of each expert still at home
+    placed: set[tuple[int, int]]
+
+    def can_host(self, expert: int, rank: int) -> bool:
+        return self.free[rank] > 0 or (expert, rank) in self.placed
+
+    def move(self, expert: int, home: int, rank: int, routes: int) -> None:
+        self.alloc_ER[expert, home] -= routes
+        self.alloc_ER[expert, rank] += routes
+        self.surplus[home] -= routes
+        self.room[rank] -= routes
+        self.remaining[expert] -= routes
+        if (expert, rank) not in self.placed:
+            self.placed.add((expert, rank))
+            self.free[rank] -= 1
+
+
+def bounded(problem: Problem, epsilon: float) -> Ints:
+    """The bounded allocation, ``[E, R]``."""
+    static_ER = problem.static_allocation()
+    load_R, cap_R = problem.home_loads_R, problem.caps(epsilon)
+    if problem.slots == 0 or (load_R <= cap_R).all():
+        return static_ER
+    found = _within(problem, cap_R)
+    if found is None:
+        exact_ER = exact(problem)
+        if problem.fits(exact_ER):
+            found = exact_ER
+    return found if found is not None else _lowest_reachable(problem, cap_R)
+
+
+def _within(problem: Problem, cap_R: Ints) -> Ints | None:
+    """The better of the two greedies under a cap per rank, or None when both get stuck."""
+    plans = [_greedy(problem, cap_R, residents_first=False)]
+    if (problem.residency.experts_RB >= 0).any():
+        plans.append(_greedy(problem, cap_R, residents_first=True))
+    feasible = [p for p in plans if p is not None]
+    return min(feasible, key=lambda p: _price(problem, p)) if feasible else None
+
+
+def _price(problem: Problem, alloc_ER: Ints) -> tuple[int, int, int, int]:
+    """Bytes first, then replicas, then traffic, then the worst sender."""
+    foreign_ER = problem.replicas(alloc_ER)
+    sends_R = np.bincount(
+        problem.placement.home_E[np.nonzero(foreign_ER)[0]], minlength=problem.ranks
+    )
+    return (
+        int(problem.moved_ER(alloc_ER).sum()),
+        int(foreign_ER.sum()),
+        int(alloc_ER[foreign_ER].sum()),
+        int(sends_R.max()),
+    )
+
+
+def _lowest_reachable(problem: Problem, cap_R: Ints) -> Ints:
+    """Bisect the threshold between the cap and the home load; home always fits."""
+    best_ER, low, high = problem.static_allocation(), 0, int(problem.home_loads_R.max())
+    while low < high:
+        middle = (low + high) // 2
+        plan_ER = _within(problem, np.maximum(cap_R, middle))
+        if plan_ER is None:
+            low = middle + 1
+        else:
+            best_ER, high = plan_ER, middle
+    return best_ER
+
+
+def _greedy(problem: Problem, cap_R: Ints, *, residents_first: bool) -> Ints | None:
+    gap = (problem.home_loads_R - cap_R).tolist()
+    state = _State(
+        alloc_ER=problem.static_allocation(),
+        surplus=[max(g, 0) for g in gap],
+        room=[max(-g, 0) for g in gap],
+        free=[problem.slots] * problem.ranks,
+        remaining=problem.routes_E.tolist(),
+        placed=set(),
+    )
+    if residents_first:
+        _use_residents(problem, state)
+    experts_of: dict[int, list[int]] = {}
+    while (largest := max(state.surplus)) > 0:
+        donor = state.surplus.index(largest)
+        experts = experts_of.setdefault(donor, problem.placement.experts_of(donor))
+        choice = _finishing_move(state, donor, experts) or _largest_move(state, donor, experts)
+        if choice is None:
+            return None
+        state.move(choice[0], donor, *choice[1:])
+    return state.alloc_ER
+
+
+def _use_residents(problem: Problem, state: _State) -> None:
+    """Send surplus to replicas that are already in place, most useful first."""
+    home_E, held_RB = problem.placement.home_E.tolist(), problem.residency.experts_RB.tolist()
+    pairs = {(e, r) for r, held in enumerate(held_RB) for e in held if e >= 0 and home_E[e] != r}
+    while pairs:
+        useful = [
+            (min(state.surplus[home_E[e]], state.room[r], state.remaining[e]), -e, -r)
+            for e, r in pairs
+        ]
+        routes, expert, rank = max(useful)
+        if routes <= 0:
+            return
+        state.move(-expert, home_E[-expert], -rank, routes)
+        pairs.discard((-expert, -rank))
+
+
+def _finishing_move(state: _State, donor: int, experts: list[int]) -> tuple[int, int, int] | None:
+    """One replica that takes the donor's whole surplus: ``(expert, rank, routes)``."""
+    need = state.surplus[donor]
+    big = sorted((state.remaining[e], e) for e in experts if state.remaining[e] >= need)
+    fit = sorted((room, r) for r, room in enumerate(state.room) if room >= need)
+    for _, expert in big:
+        for _, rank in fit:
+            if state.can_host(expert, rank):
+                return expert, rank, need
+    return None
+
+
+def _largest_move(state: _State, donor: int, experts: list[int]) -> tuple[int, int, int] | None:
+    """The most routes one replica can take from the donor, ties to the lowest ids."""
+    best: tuple[int, int, int] | None = None
+    for expert in sorted(experts, key=lambda e: (-state.remaining[e], e)):
+        if best is not None and state.remaining[expert] <= best[2]:
+            break
+        hosts = [
+            (room, -r) for r, room in enumerate(state.room) if room and state.can_host(expert, r)
+        ]
+        if not hosts:
+            continue
+        room, rank = max(hosts)
+        routes = min(state.remaining[expert], room, state.surplus[donor])
+        if routes > 0 and (best is None or routes > best[2]):
+            best = (expert, -rank, routes)
+    return best
