@@ -43,7 +43,8 @@ class Problem:
     @cached_property
     def routes_E(self) -> Ints:
         """Routes of each expert over all sources, int64 ``[E]``."""
-        return self.counts_RE.sum(axis=0)
+        routes_E: Ints = self.counts_RE.sum(axis=0)
+        return routes_E
 
     @cached_property
     def total(self) -> int:
@@ -96,7 +97,8 @@ class Problem:
 
     def moved_ER(self, alloc_ER: Ints) -> Ints:
         """1 where an allocation makes expert e's bytes travel to rank r, int64 ``[E, R]``."""
-        return (self.replicas(alloc_ER) & (self.resident_ER == 0)).astype(np.int64)
+        moved_ER: Ints = (self.replicas(alloc_ER) & (self.resident_ER == 0)).astype(np.int64)
+        return moved_ER
 
     def rank_times_ps(self, alloc_ER: Ints) -> Ints:
         """Modelled time of every rank under an allocation, int64 ``[R]``."""

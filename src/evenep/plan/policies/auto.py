@@ -22,8 +22,10 @@ def auto(problem: Problem) -> tuple[Ints, str]:
     """The allocation with the least modelled time, and the candidate's name."""
     candidates = [("static", problem.static_allocation())]
     if problem.slots and problem.ranks > 1 and problem.total and not _static_is_optimal(problem):
-        for epsilon in sorted({problem.epsilon, *EPSILONS}, reverse=True):
-            candidates.append((f"bounded({epsilon:g})", bounded(problem, epsilon)))
+        candidates.extend(
+            (f"bounded({epsilon:g})", bounded(problem, epsilon))
+            for epsilon in sorted({problem.epsilon, *EPSILONS}, reverse=True)
+        )
         exact_ER = exact(problem)
         if problem.fits(exact_ER):
             candidates.append(("exact", exact_ER))

@@ -18,7 +18,7 @@ from ..problem import Problem
 
 def pair_ranks(balance: list[int]) -> list[tuple[int, int, int]]:
     """``(donor, receiver, routes)`` until no balance is positive; ``balance`` is consumed."""
-    quotas = []
+    quotas: list[tuple[int, int, int]] = []
     while True:
         most = max(balance)
         if most <= 0:

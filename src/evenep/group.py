@@ -1,0 +1,99 @@
+"""EPGroup: the ranks that share one set of experts, and how they reach each other."""
+
+from __future__ import annotations
+
+import socket
+
+import torch.distributed as dist
+from torch.distributed import Store
+
+from .errors import BootstrapError, ConfigError, explain
+from .support import require
+from .transport import TRANSPORTS, Meeting, Tag, Transport
+
+_MEET_S = 300.0  # ranks may load for minutes before they meet
+
+
+class EPGroup:
+    """One rank's membership.
+
+    Attributes:
+        rank, size: this rank and how many there are.
+        transport: ``threads``, ``shm`` or ``collective``.
+    """
+
+    def __init__(
+        self, store: Store, rank: int, size: int, *, transport: str, prefix: str = "evenep"
+    ) -> None:
+        require("transport", transport, where="EPGroup")
+        if not 0 <= rank < size:
+            raise ConfigError(
+                explain("bad rank", where="EPGroup", expected=f"0 <= rank < {size}", got=rank)
+            )
+        self.rank, self.size, self.transport = rank, size, transport
+        self._store, self._prefix = store, prefix
+        self._connections = 0
+        self._open: list[Transport] = []
+        self._meeting: Meeting | None = None
+
+    @classmethod
+    def from_torch(
+        cls, process_group: dist.ProcessGroup | None = None, transport: str = "auto"
+    ) -> EPGroup:
+        """The ranks of a torch process group; its store is where they meet. Collective.
+
+        Args:
+            process_group: None: the default group.
+            transport: ``auto`` takes ``shm`` when all ranks are on one host, else ``collective``.
+
+        Raises:
+            BootstrapError: no process group is initialised, or this process isn't in it.
+        """
+        if not dist.is_initialized():
+            raise BootstrapError(
+                explain(
+                    "torch.distributed isn't initialised",
+                    where="EPGroup.from_torch",
+                    fix="call torch.distributed.init_process_group first, or use evenep.launch",
+                )
+            )
+        rank, size = dist.get_rank(process_group), dist.get_world_size(process_group)
+        if rank < 0:
+            raise BootstrapError(
+                explain("this process isn't in the group", where="EPGroup.from_torch")
+            )
+        ranks = dist.get_process_group_ranks(process_group or dist.group.WORLD)  # type: ignore[arg-type]
+        members = "-".join(map(str, ranks))
+        store = dist.distributed_c10d._get_default_store()
+        prefix = f"evenep/{members}/{_uses(store, members, rank)}"
+        if transport == "auto":
+            transport = _reachable(store, rank, size, prefix)
+        return cls(store, rank, size, transport=transport, prefix=prefix)
+
+    def connect(self, *, timeout_s: float, lanes: int, gather_words: int) -> Transport:
+        """A transport of its own for one engine. Collective, in the same order on every rank."""
+        prefix = f"{self._prefix}/{self._connections}"
+        self._connections += 1
+        self._meeting = Meeting(self._store, self.rank, self.size, prefix, timeout_s)
+        made = TRANSPORTS[self.transport](self._meeting, lanes=lanes, gather_words=gather_words)
+        self._open.append(made)
+        return made
+
+    def abort(self, error: BaseException) -> None:
+        """Tell every peer that this rank stops here, on whatever is open. Never raises."""
+        for transport in self._open:
+            transport.fail(error)
+        if self._meeting is not None:
+            self._meeting.leave_word(self.rank, f"{type(error).__name__}: {error}")
+
+
+def _uses(store: Store, members: str, rank: int) -> int:
+    """How many groups of these members this rank has made before: keeps their keys apart."""
+    return int(store.add(f"evenep/{members}/uses/{rank}", 1)) - 1
+
+
+def _reachable(store: Store, rank: int, size: int, prefix: str) -> str:
+    """``shm`` when every rank says it is on the same host and can map memory there."""
+    seat = Meeting(store, rank, size, f"{prefix}/auto", _MEET_S)
+    hosts = set(seat.exchange(socket.gethostname(), Tag("construct")))
+    return "shm" if len(hosts) == 1 else "collective"

@@ -1,0 +1,255 @@
+"""Run a function on R ranks of this machine and collect what it returns.
+
+``threads`` runs them in this process; ``shm`` and ``collective`` start R processes. When a rank
+fails, the others get a grace period to notice and name it themselves, then are ended. Nothing
+outlives the call.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing as mp
+import os
+import pickle
+import signal
+import threading
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from .errors import ConfigError, EvenEPError, LaunchError, explain
+from .group import EPGroup
+from .support import require
+
+Event = Callable[[int, Any], None]
+"""Called in the launching process with ``(rank, object)`` for everything a rank reports."""
+
+
+class RankExit(EvenEPError, RuntimeError):
+    """A rank's process ended without returning or raising (killed, or it called exit)."""
+
+
+_reporters = threading.local()
+
+
+def report(message: object) -> None:
+    """From inside a launched rank: hand an object to the launcher's ``on_event``."""
+    send = getattr(_reporters, "send", None)
+    if send is not None:
+        send(message)
+
+
+def launch(
+    fn: Callable[..., Any],
+    ranks: int = 4,
+    transport: str = "shm",
+    args: Sequence[object] = (),
+    *,
+    on_event: Event | None = None,
+    grace_s: float = 10.0,
+    timeout_s: float | None = None,
+) -> list[Any]:
+    """Run ``fn(group, *args)`` on every rank; the results, by rank.
+
+    Args:
+        fn: a module-level function under ``shm`` and ``collective`` (it is pickled).
+        ranks: R.
+        transport: ``threads``, ``shm`` or ``collective``.
+        on_event: receives what ranks ``report``.
+        grace_s: seconds other ranks get to finish by themselves once one has failed.
+        timeout_s: seconds for the whole call, None for no limit.
+
+    Raises:
+        LaunchError: ``failures`` maps every failed rank to its exception.
+    """
+    require("transport", transport, where="launch")
+    if ranks < 1:
+        raise ConfigError(explain("bad ranks", where="launch", expected="ranks >= 1", got=ranks))
+    run = _launch_threads if transport == "threads" else _launch_processes
+    outcomes = run(fn, ranks, transport, tuple(args), on_event, grace_s, timeout_s)
+    failures = {r: o for r, (ok, o) in outcomes.items() if not ok}
+    if failures:
+        raise LaunchError(failures)
+    return [outcomes[r][1] for r in range(ranks)]
+
+
+Outcomes = dict[int, tuple[bool, Any]]
+
+
+def _call(fn: Callable[..., Any], group: EPGroup, args: Sequence[object]) -> tuple[bool, Any]:
+    """``(True, result)`` or ``(False, exception)``; the peers hear of the latter."""
+    try:
+        return True, fn(group, *args)
+    except BaseException as error:  # a rank's end is data for the launcher, whatever it was
+        group.abort(error)
+        return False, error
+
+
+def _launch_threads(
+    fn: Callable[..., Any],
+    ranks: int,
+    transport: str,
+    args: Sequence[object],
+    on_event: Event | None,
+    grace_s: float,
+    timeout_s: float | None,
+) -> Outcomes:
+    store, outcomes = dist.HashStore(), Outcomes()
+
+    def body(rank: int) -> None:
+        if on_event is not None:
+            _reporters.send = lambda message: on_event(rank, message)
+        group = EPGroup(store, rank, ranks, transport=transport)
+        outcomes[rank] = _call(fn, group, args)
+
+    threads_before = torch.get_num_threads()
+    torch.set_num_threads(_threads_per_rank(ranks))
+    threads = [
+        threading.Thread(target=body, args=(r,), name=f"evenep-rank-{r}", daemon=True)
+        for r in range(ranks)
+    ]
+    try:
+        for thread in threads:
+            thread.start()
+        deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        while any(t.is_alive() for t in threads):
+            for thread in threads:
+                thread.join(0.01)
+            if deadline is not None and time.monotonic() > deadline:
+                break
+    finally:
+        torch.set_num_threads(threads_before)
+    for rank in range(ranks):
+        late = RankExit(f"rank {rank} did not finish within {timeout_s} s")
+        outcomes.setdefault(rank, (False, late))
+    return outcomes
+
+
+def _launch_processes(
+    fn: Callable[..., Any],
+    ranks: int,
+    transport: str,
+    args: Sequence[object],
+    on_event: Event | None,
+    grace_s: float,
+    timeout_s: float | None,
+) -> Outcomes:
+    context = _context()
+    store = dist.TCPStore(
+        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
+    )
+    pipes: dict[Connection, int] = {}
+    processes = []
+    try:
+        for rank in range(ranks):
+            ours, theirs = context.Pipe(duplex=False)
+            process = context.Process(
+                target=_rank_main,
+                args=(fn, rank, ranks, transport, store.port, theirs, args),
+                name=f"evenep-rank-{rank}",
+                daemon=True,
+            )
+            process.start()
+            theirs.close()
+            pipes[ours] = rank
+            processes.append(process)
+        return _collect(pipes, on_event, grace_s, timeout_s)
+    finally:
+        for process in processes:
+            _end(process)
+        for pipe in pipes:
+            pipe.close()
+
+
+def _context() -> Any:
+    """Fork servers start ranks in milliseconds: torch is imported once, before any thread."""
+    if "forkserver" in mp.get_all_start_methods():
+        context = mp.get_context("forkserver")
+        context.set_forkserver_preload(["evenep.launch"])
+        return context
+    return mp.get_context("spawn")
+
+
+def _threads_per_rank(ranks: int) -> int:
+    return max(1, (os.cpu_count() or 1) // ranks)
+
+
+def _rank_main(
+    fn: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    transport: str,
+    port: int,
+    pipe: Connection,
+    args: Sequence[object],
+) -> None:
+    torch.set_num_threads(_threads_per_rank(ranks))
+    lock = threading.Lock()
+
+    def send(kind: str, value: object) -> None:
+        with lock:
+            pipe.send_bytes(_pickled(kind, value))
+
+    _reporters.send = lambda message: send("event", message)
+    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+    group = EPGroup(store, rank, ranks, transport=transport)
+    ok, value = _call(fn, group, args)
+    with contextlib.suppress(BrokenPipeError):  # the launcher is gone: nobody to tell
+        send("result" if ok else "error", value)
+    pipe.close()
+
+
+def _pickled(kind: str, value: object) -> bytes:
+    """Plain pickle: torch's own reducer would hand over file descriptors of a dying process."""
+    try:
+        return pickle.dumps((kind, value))
+    except Exception as error:  # user objects can fail to pickle in any way
+        text = f"can't be sent to the launcher ({error}): {value!r}"
+        return pickle.dumps(("error", EvenEPError(text)))
+
+
+def _collect(
+    pipes: dict[Connection, int], on_event: Event | None, grace_s: float, timeout_s: float | None
+) -> Outcomes:
+    """Listen until every rank has ended, or the grace after a first failure is over."""
+    outcomes, open_pipes = Outcomes(), dict(pipes)
+    deadline = None if timeout_s is None else time.monotonic() + timeout_s
+    while open_pipes:
+        left = None if deadline is None else deadline - time.monotonic()
+        if left is not None and left <= 0:
+            break
+        for pipe in wait(list(open_pipes), timeout=left):
+            assert isinstance(pipe, Connection)
+            rank = open_pipes[pipe]
+            try:
+                kind, value = pickle.loads(pipe.recv_bytes())
+            except (EOFError, ConnectionResetError):
+                gone = RankExit(f"rank {rank}'s process ended without a result (killed?)")
+                kind, value = "error", gone
+            if kind == "event":
+                if on_event is not None:
+                    on_event(rank, value)
+                continue
+            outcomes[rank] = (kind == "result", value)
+            del open_pipes[pipe]
+            if kind == "error":
+                grace_end = time.monotonic() + grace_s
+                deadline = grace_end if deadline is None else min(deadline, grace_end)
+    for rank in open_pipes.values():
+        outcomes[rank] = (False, RankExit(f"rank {rank} did not finish in time and was ended"))
+    return outcomes
+
+
+def _end(process: Any) -> None:
+    """End a rank for certain; a stopped process only obeys SIGKILL."""
+    process.join(timeout=0.5 if process.is_alive() else None)
+    if process.is_alive():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, signal.SIGKILL)
+        process.join()
+    process.close()

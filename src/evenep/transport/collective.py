@@ -1,0 +1,239 @@
+"""Any torch.distributed backend that can send and receive: many hosts, no shared memory.
+
+A push is held back until ``arrive``, which ships all rows for a peer as one message: row numbers,
+then row data, window by window, after a small header with the counts. A pull asks with row numbers
+and gets rows back. Every message is a plain send/recv pair, so a wait is always for one peer, and
+a peer that doesn't come can be named.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from ..errors import PeerDied, PeerError, PeerFailed, PeerTimeout
+from .base import Put, Tag, Transfer, Transport, Window, WindowSpec, root_cause
+from .meeting import Meeting
+
+_WORD_PATIENCE_S = 2.0  # how long a broken connection waits for the peer's word of why
+
+
+class CollectiveTransport(Transport):
+    """Peers are reached through a process group of this transport's own."""
+
+    name = "collective"
+
+    def __init__(self, meeting: Meeting, *, lanes: int, gather_words: int) -> None:
+        self._meeting = meeting
+        self.rank, self.size, self.timeout_s = meeting.rank, meeting.size, meeting.timeout_s
+        self.lanes = lanes
+        self._closed = False
+        self._windows: list[Window] = []
+        self._held: dict[int, list[Put]] = {}
+        self._generation = 0
+        self._peers = [r for r in range(self.size) if r != self.rank]
+        self._open_groups()
+
+    def _open_groups(self) -> None:
+        """Two connections: steps in order on one, fetches on the other thread's."""
+        self._meeting.exchange("open", Tag("construct"))  # names a missing rank; gloo wouldn't
+        self._steps = self._new_group("steps")
+        self._fetches = self._new_group("fetches")
+
+    def _new_group(self, use: str) -> Any:
+        store = dist.PrefixStore(
+            f"{self._meeting.prefix}/{use}/{self._generation}", self._meeting.store
+        )
+        return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout_s))
+
+    def windows(self, specs: Sequence[WindowSpec]) -> list[Window]:
+        made = []
+        for spec in specs:
+            local = torch.zeros(spec.shape, dtype=spec.dtype)
+            made.append(Window(len(self._windows), local, None))
+            self._windows.append(made[-1])
+        return made
+
+    # ---- the step
+
+    def all_gather(self, words_N: Tensor, tag: Tag, lane: int) -> Tensor:
+        words_RN = words_N.new_empty(self.size, words_N.numel())
+        words_RN[self.rank] = words_N
+        self._swap([words_N] * self.size, list(words_RN), tag)
+        return words_RN
+
+    def push(self, puts: Sequence[Put], tag: Tag, lane: int) -> None:
+        self._held.setdefault(lane, []).extend(puts)
+
+    def arrive(self, tag: Tag, lane: int) -> None:
+        puts = self._held.pop(lane, [])
+        used = sorted({p.window.index for p in puts})
+        counts_RW = torch.zeros(self.size, len(self._windows), dtype=torch.int64)
+        parts: list[list[Tensor]] = [[] for _ in range(self.size)]
+        for index in used:
+            for put in (p for p in puts if p.window.index == index):
+                if put.peer == self.rank:
+                    put.window.local.index_copy_(0, put.rows, put.data)
+                    continue
+                counts_RW[put.peer, index] += put.rows.numel()
+                parts[put.peer] += [_bytes(put.rows), _bytes(put.data)]
+        incoming_RW = self._swap_sizes(counts_RW, tag)
+        outgoing = [torch.cat(p) if p else torch.empty(0, dtype=torch.uint8) for p in parts]
+        boxes = [torch.empty(self._message_bytes(c), dtype=torch.uint8) for c in incoming_RW]
+        self._swap(outgoing, boxes, tag)
+        for peer in self._peers:
+            self._unpack(boxes[peer], incoming_RW[peer])
+
+    def pull(
+        self, window: Window, rows_by_peer: Sequence[Tensor], tag: Tag, lane: int
+    ) -> list[Tensor]:
+        sizes_R1 = torch.tensor([[r.numel()] for r in rows_by_peer], dtype=torch.int64)
+        asked_R1 = self._swap_sizes(sizes_R1, tag)
+        asked = [torch.empty(int(n), dtype=torch.int64) for n in asked_R1[:, 0]]
+        self._swap([r.contiguous() for r in rows_by_peer], asked, tag)
+        answers = [window.local.index_select(0, rows) for rows in asked]
+        answers[self.rank] = window.local.index_select(0, rows_by_peer[self.rank])
+        width = window.local.shape[1:]
+        got = [window.local.new_empty(rows.numel(), *width) for rows in rows_by_peer]
+        got[self.rank] = answers[self.rank]
+        self._swap(answers, got, tag)
+        return got
+
+    def fetch(self, transfers: Sequence[Transfer], tag: Tag) -> None:
+        pending: list[tuple[int, Any, Tensor]] = []
+        for t in transfers:
+            if t.source == self.rank:
+                row = _bytes(t.window.local[t.source_row])
+                send = self._start(t.dest, self._fetches.send, [row], t.dest, tag)
+                pending.append((t.dest, send, row))
+            elif t.dest == self.rank:
+                row = _bytes(t.window.local[t.dest_row])
+                recv = self._start(t.source, self._fetches.recv, [row], t.source, tag)
+                pending.append((t.source, recv, row))
+        self._finish(pending, tag)
+
+    # ---- life and death
+
+    def barrier(self, tag: Tag) -> None:
+        word = torch.zeros(1, dtype=torch.int64)
+        self._swap([word] * self.size, [torch.empty_like(word) for _ in range(self.size)], tag)
+
+    def fail(self, error: BaseException) -> None:
+        if not self._closed:
+            self._meeting.leave_word(*root_cause(error, self.rank))
+            self._drop_groups()  # peers that wait for this rank wake up and read the word
+
+    def reset(self) -> None:
+        self._drop_groups()
+        self._held.clear()
+        self._generation += 1
+        self._meeting.take_back_word()
+        self._meeting.exchange("reset", Tag("reset"))
+        self._open_groups()
+
+    def close(self, *, orderly: bool = True) -> None:
+        if self._closed:
+            return
+        try:
+            if orderly:
+                self.barrier(Tag("close"))
+        finally:
+            self._closed = True
+            self._drop_groups()
+
+    def _drop_groups(self) -> None:
+        self._steps = self._fetches = None
+
+    # ---- messages
+
+    def _message_bytes(self, counts_W: Tensor) -> int:
+        return sum(
+            n * (8 + _row_bytes(w.local))
+            for n, w in zip(counts_W.tolist(), self._windows, strict=True)
+        )
+
+    def _unpack(self, box: Tensor, counts_W: Tensor) -> None:
+        offset = 0
+        for count, window in zip(counts_W.tolist(), self._windows, strict=True):
+            if count == 0:
+                continue
+            split, end = offset + 8 * count, offset + count * (8 + _row_bytes(window.local))
+            rows = box[offset:split].clone().view(torch.int64)
+            data = box[split:end].clone().view(window.local.dtype)
+            window.local.index_copy_(0, rows, data.view(count, *window.local.shape[1:]))
+            offset = end
+
+    def _swap_sizes(self, sizes_RN: Tensor, tag: Tag) -> Tensor:
+        """Row p goes to peer p; row p of the result came from peer p."""
+        got_RN = torch.zeros_like(sizes_RN)
+        self._swap(list(sizes_RN), list(got_RN), tag)
+        return got_RN
+
+    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag) -> None:
+        """Send ``outgoing[p]`` to each peer p, fill ``incoming[p]`` from it; skip empty ones."""
+        pending: list[tuple[int, Any, Tensor]] = []
+        for verb, boxes in (("recv", incoming), ("send", outgoing)):
+            for peer in self._peers:
+                if boxes[peer].numel():
+                    post = getattr(self._steps, verb, None)
+                    work = self._start(peer, post, [boxes[peer]], peer, tag)
+                    pending.append((peer, work, boxes[peer]))
+        self._finish(pending, tag)
+
+    def _start(
+        self, peer: int, post: Callable[..., Any] | None, tensors: list[Tensor], to: int, tag: Tag
+    ) -> Any:
+        try:
+            assert post is not None, "the connection was dropped"
+            return post(tensors, to, 0)
+        except (RuntimeError, AssertionError) as error:
+            raise self._blame(peer, error, tag) from error
+
+    def _finish(self, pending: Sequence[tuple[int, Any, Tensor]], tag: Tag) -> None:
+        """Wait for every message; the tensors stay referenced until then."""
+        deadline = time.monotonic() + self.timeout_s
+        for peer, work, _ in pending:
+            left = max(deadline - time.monotonic(), 0.001)
+            try:
+                work.wait(timedelta(seconds=left))
+            except RuntimeError as error:
+                raise self._blame(peer, error, tag) from error
+
+    def _blame(self, peer: int, error: BaseException, tag: Tag) -> PeerError:
+        """Who is behind a broken or silent connection: the peer, or whom the peer blames."""
+        silent = "imed out" in str(error)
+        deadline = time.monotonic() + (0 if silent else _WORD_PATIENCE_S)
+        while True:
+            for rank in [peer, *(p for p in self._peers if p != peer)]:
+                word = self._meeting.report(rank)
+                if word is None:
+                    continue
+                blamed, detail = word
+                if blamed == self.rank:
+                    detail = f"it gave up on this rank: {detail}"
+                    return tag.error(PeerFailed, self.rank, rank, detail)
+                kind: type[PeerError] = PeerFailed if blamed == rank else PeerTimeout
+                if "PeerDied" in detail:
+                    kind = PeerDied
+                return tag.error(kind, self.rank, blamed, f"reported by rank {rank}: {detail}")
+            if time.monotonic() >= deadline:
+                break
+            time.sleep(0.05)
+        if silent:
+            return tag.error(PeerTimeout, self.rank, peer, f"waited {self.timeout_s:g} s: {error}")
+        return tag.error(PeerDied, self.rank, peer, f"its connection is gone: {error}")
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A flat uint8 view."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def _row_bytes(tensor: Tensor) -> int:
+    return tensor[0].numel() * tensor.element_size() if tensor.shape[0] else 0

@@ -1,0 +1,195 @@
+"""The transport of ranks that can load and store each other's memory: threads and processes.
+
+A subclass says only how memory is shared and whether a peer still lives.
+"""
+
+from __future__ import annotations
+
+import time
+from abc import abstractmethod
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ..errors import PeerDied, PeerError, PeerFailed, PeerTimeout
+from .base import Put, Tag, Transfer, Transport, Window, WindowSpec, root_cause
+from .board import CLOSING, FAILED, GENERATION, Board, board_bytes
+from .meeting import Meeting
+
+_ALIGN = 64  # windows start on a cache line
+_SPINS = 64  # looks before the first nap
+_NAP_S, _LONGEST_NAP_S = 20e-6, 1e-3
+_CHECKUP_S = 0.02  # how often a waiting rank asks whether its peers still live
+
+
+class MemoryTransport(Transport):
+    """Windows are plain memory of every rank; waits go through a board."""
+
+    def __init__(self, meeting: Meeting, *, lanes: int, gather_words: int) -> None:
+        self._meeting = meeting
+        self.rank, self.size, self.timeout_s = meeting.rank, meeting.size, meeting.timeout_s
+        self.lanes = lanes
+        self._closed = False
+        self._windows = 0
+        self._generation = 0
+        self._counts = [0] * (lanes + 1)
+        self._gathers = [0] * (lanes + 1)
+        nbytes = board_bytes(self.size, lanes, gather_words)
+        # Rank 0's board is the group's; the others' stay untouched pages.
+        memory = self._share(nbytes if self.rank == 0 else 8)[0]
+        self._board = Board(memory[:nbytes].numpy(), self.size, lanes, gather_words)
+
+    # ---- what a subclass provides
+
+    @abstractmethod
+    def _share(self, nbytes: int) -> list[Tensor]:
+        """Zeroed memory of every rank as uint8 tensors, sizes as each rank asked. Collective."""
+
+    @abstractmethod
+    def _life(self, peer: int) -> str:
+        """``running``, ``stopped`` or ``dead``."""
+
+    # ---- windows
+
+    def windows(self, specs: Sequence[WindowSpec]) -> list[Window]:
+        offsets, end = [], 0
+        for spec in specs:
+            offsets.append(end)
+            end = -(-(end + spec.nbytes) // _ALIGN) * _ALIGN
+        memories = self._share(max(end, 1))
+        made = []
+        for spec, offset in zip(specs, offsets, strict=True):
+            views = tuple(
+                m[offset : offset + spec.nbytes].view(spec.dtype).view(spec.shape) for m in memories
+            )
+            made.append(Window(self._windows, views[self.rank], views))
+            self._windows += 1
+        return made
+
+    # ---- the step
+
+    def all_gather(self, words_N: Tensor, tag: Tag, lane: int) -> Tensor:
+        page = self._board.words[lane, self._gathers[lane] % 2]
+        self._gathers[lane] += 1
+        n = words_N.numel()
+        page[self.rank, :n] = words_N.numpy()
+        self._wait(tag, lane)
+        return torch.from_numpy(page[:, :n].copy())
+
+    def push(self, puts: Sequence[Put], tag: Tag, lane: int) -> None:
+        for put in puts:
+            assert put.window.peers is not None
+            put.window.peers[put.peer].index_copy_(0, put.rows, put.data)
+
+    def arrive(self, tag: Tag, lane: int) -> None:
+        self._wait(tag, lane)
+
+    def pull(
+        self, window: Window, rows_by_peer: Sequence[Tensor], tag: Tag, lane: int
+    ) -> list[Tensor]:
+        self._wait(tag, lane)
+        assert window.peers is not None
+        return [
+            peer.index_select(0, rows)
+            for peer, rows in zip(window.peers, rows_by_peer, strict=True)
+        ]
+
+    def fetch(self, transfers: Sequence[Transfer], tag: Tag) -> None:
+        for t in transfers:
+            if t.dest == self.rank:
+                assert t.window.peers is not None
+                t.window.local[t.dest_row].copy_(t.window.peers[t.source][t.source_row])
+
+    # ---- life and death
+
+    def barrier(self, tag: Tag) -> None:
+        self._wait(tag, self.lanes)
+
+    def fail(self, error: BaseException) -> None:
+        if not self._closed:
+            blamed, detail = root_cause(error, self.rank)
+            self._board.set_fault(self.rank, FAILED, blamed, detail)
+            self._meeting.leave_word(blamed, detail)
+
+    def reset(self) -> None:
+        # Ranks may have tried a different number of times: all meet in the latest generation.
+        target = max(self._generation + 1, self._board.latest_generation())
+        while target > self._generation:
+            self._generation = target
+            self._meeting.take_back_word()
+            self._board.start_generation(self.rank, target)
+            self._counts = [target * GENERATION] * (self.lanes + 1)
+            self._gathers = [0] * (self.lanes + 1)
+            self._wait(Tag("reset"), self.lanes, forgive=True)
+            target = self._board.latest_generation()
+
+    def close(self, *, orderly: bool = True) -> None:
+        if self._closed:
+            return
+        try:
+            if orderly:
+                self._board.set_fault(self.rank, CLOSING, self.rank, "closed its engine")
+                self._wait(Tag("close"), self.lanes)
+        finally:
+            self._closed = True
+            self._release()
+
+    def _release(self) -> None:
+        """Let go of memory; views held by callers keep theirs alive until they go."""
+
+    # ---- waiting
+
+    def _wait(self, tag: Tag, lane: int, *, forgive: bool = False) -> None:
+        """Arrive at this lane's next wait and stay until every rank has.
+
+        ``forgive``: peers' failure flags are from before a reset they have yet to join.
+        """
+        self._counts[lane] += 1
+        count = self._counts[lane]
+        self._board.arrive(lane, self.rank, count)
+        start = time.monotonic()
+        looks, nap, checkup = 0, _NAP_S, start + _CHECKUP_S
+        while missing := self._board.missing(lane, count):
+            looks += 1
+            if looks <= _SPINS:
+                time.sleep(0)
+                continue
+            time.sleep(nap)
+            nap = min(nap * 1.5, _LONGEST_NAP_S)
+            now = time.monotonic()
+            if now >= checkup:
+                checkup = now + _CHECKUP_S
+                late = now - start > self.timeout_s
+                error = self._diagnose(missing, tag, late=late, forgive=forgive)
+                # A peer may have arrived and left in good order since ``missing`` was read.
+                if error is not None and self._board.missing(lane, count):
+                    raise error
+        self._board.fence()
+
+    def _diagnose(
+        self, missing: Sequence[int], tag: Tag, *, late: bool, forgive: bool
+    ) -> PeerError | None:
+        """What keeps the missing ranks, root cause first; None while there is still hope."""
+        for peer in missing if not forgive else ():
+            state, blamed, detail = self._board.read_fault(peer)
+            if self._board.generation(peer) > self._generation:
+                detail = "it gave up on this step and waits in reset()"
+                return tag.error(PeerFailed, self.rank, peer, detail)
+            if state == FAILED and blamed == self.rank:
+                return tag.error(PeerFailed, self.rank, peer, f"it gave up on this rank: {detail}")
+            if state == FAILED:
+                dead = blamed != peer and self._life(blamed) == "dead"
+                kind = PeerDied if dead else PeerFailed if blamed == peer else PeerTimeout
+                return tag.error(kind, self.rank, blamed, f"reported by rank {peer}: {detail}")
+            if state == CLOSING and tag.phase != "close":
+                detail = "it closed its engine while others are in a step"
+                return tag.error(PeerFailed, self.rank, peer, detail)
+        for peer in missing:
+            if self._life(peer) == "dead":
+                return tag.error(PeerDied, self.rank, peer, "its process is gone")
+        if late:
+            states = ", ".join(f"rank {p} is {self._life(p)}" for p in missing)
+            detail = f"waited {self.timeout_s:g} s; {states}"
+            return tag.error(PeerTimeout, self.rank, missing[0], detail)
+        return None
