@@ -73,6 +73,9 @@ class Runner(ABC):
         self.cfg = cfg
         self.format = format_of(cfg)
 
+    def begin_step(self, layer: int) -> None:  # noqa: B027
+        """A step of a layer starts; runners with caches keep time by it."""
+
     @abstractmethod
     def run(
         self,

@@ -41,6 +41,9 @@ class TorchRunner(Runner):
         )
         self.cache = DecodedCache(cfg.decode_cache_bytes)
 
+    def begin_step(self, layer: int) -> None:
+        self.cache.begin_pass(layer)
+
     def run(
         self,
         rows_NH: Tensor,

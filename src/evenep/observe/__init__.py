@@ -1,0 +1,5 @@
+"""What happened: step records."""
+
+from .records import STAGES, StepRecord
+
+__all__ = ["STAGES", "StepRecord"]

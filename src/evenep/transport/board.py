@@ -5,7 +5,7 @@ Layout, all int64, one board for the whole group (rank r writes only its own row
     arrived  [lanes + 1, R]            number of the last wait each rank has reached on a lane;
                                        the last lane is for waits outside a step
     words    [lanes + 1, 2, R, W]      what each rank gathers, alternating between two pages
-    fault    [R, 4]                    state (0 fine, 1 failed, 2 closing), blamed rank, resets begun
+    fault    [R, 4]                    0 fine | 1 failed | 2 closing, blamed rank, resets begun
     message  [R, 512] bytes            why, UTF-8
 
 Synchronisation pattern: *publish then count*. A rank writes data, then its ``arrived`` counter;

@@ -1,0 +1,44 @@
+"""What one step did, in numbers; the engine keeps the latest of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+STAGES = ("plan", "dispatch", "fetch", "compute", "combine")
+
+
+@dataclass(slots=True)
+class StepRecord:
+    """One step of one rank.
+
+    Attributes:
+        layer, epoch: which step.
+        tokens, routes: what this rank brought.
+        computed: routes this rank computed.
+        policy, chosen: asked for, and the candidate taken.
+        imbalance_before, imbalance_after: max over mean of the ranks' routes.
+        replicas, fetches, fetch_bytes, saved_bytes: over all ranks, as ``PlanStats``.
+        stage_s: seconds of this rank per stage. ``fetch`` is the part compute had to wait for.
+        fetch_busy_s: seconds the fetch lane worked, hidden or not.
+    """
+
+    layer: int
+    epoch: int
+    tokens: int
+    routes: int
+    computed: int
+    policy: str
+    chosen: str
+    imbalance_before: float
+    imbalance_after: float
+    replicas: int
+    fetches: int
+    fetch_bytes: int
+    saved_bytes: int
+    stage_s: dict[str, float] = field(default_factory=lambda: dict.fromkeys(STAGES, 0.0))
+    fetch_busy_s: float = 0.0
+
+    @property
+    def total_s(self) -> float:
+        """Seconds of the whole step on this rank."""
+        return sum(self.stage_s.values())
