@@ -2,7 +2,8 @@
 
 from .block import KimiK3MoE, MoEOutput
 from .config import KimiK3Config
-from .index import CheckpointIndex, Cover, ReadPlan
+from .cover import Cover
+from .index import CheckpointIndex, ReadPlan
 from .reader import CheckpointReader
 from .router import route
 from .weights import BlockWeights, CheckpointWeights, checkpoint_weights, load_block_weights

@@ -7,6 +7,7 @@ the noise of BF16. H hidden, D latent, E experts.
 
 from __future__ import annotations
 
+import math
 import zlib
 from statistics import NormalDist
 
@@ -19,7 +20,7 @@ from .config import KimiK3Config
 from .names import BLOCK, ROUTED, Entry
 from .reader import TORCH_DTYPES
 
-CODE_RMS = (68.5 / 8) ** 0.5  # root mean square of a uniformly random E2M1 code
+CODE_RMS = math.sqrt(68.5 / 8)  # root mean square of a uniformly random E2M1 code
 GATE_STD = 4.5
 # lowest and highest scale byte of each expert matrix, uniform in between
 HOT_BYTES = {"w1": (115, 125), "w3": (117, 127), "w2": (107, 117)}
@@ -91,4 +92,4 @@ def _latent_gain(cfg: KimiK3Config, hot: bool) -> float:
     if not hot:
         return 1.0
     D = cfg.routed_expert_hidden_size
-    return GATE_STD / (D**0.5 * CODE_RMS * scale_rms(*HOT_BYTES["w1"]))
+    return GATE_STD / (math.sqrt(D) * CODE_RMS * scale_rms(*HOT_BYTES["w1"]))

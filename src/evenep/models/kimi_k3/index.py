@@ -1,61 +1,24 @@
 """A checkpoint as its config and index describe it, before any shard is opened.
 
-A weight is MXFP4 exactly if the index lists both ``X.weight_packed`` and ``X.weight_scale``, and
-plain exactly if it lists ``X.weight``. Anything else is a hard error, never skipped. (The
-config's ignore list is not used: taken literally it would also quantise five plain modules.)
+Opening one checks the index against the model's tensor table (``cover``); planning says which
+tensors a rank reads, from the index alone.
 """
 
 from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from ...errors import CheckpointError, InputError, explain
 from .config import CONFIG_NAME, KimiK3Config
-from .names import (
-    Entry,
-    block_entries,
-    expert_entries,
-    model_entries,
-    moe_group,
-    post_attention_norm,
-)
+from .cover import Cover, Total, classify, cover_index
+from .names import Entry, block_entries, expert_entries, moe_group, post_attention_norm
 
 INDEX_NAME = "model.safetensors.index.json"
-PLAIN_SUFFIXES = frozenset({"weight", "A_log", "dt_bias", "e_score_correction_bias"})
-
-
-class Total(NamedTuple):
-    """How much of something."""
-
-    tensors: int
-    nbytes: int
-
-    @classmethod
-    def of(cls, entries: Iterable[Entry]) -> Total:
-        """Count and sum."""
-        sizes = [e.nbytes for e in entries]
-        return cls(len(sizes), sum(sizes))
-
-
-@dataclass(frozen=True, slots=True)
-class Cover:
-    """What every tensor of the index is for; nothing is left over.
-
-    Attributes:
-        uses: use -> total. ``names.NEEDED`` are read by the MoE engine, ``names.NOT_NEEDED``
-            are other modules' and stay on disk.
-        groups: the groups of tensors the index holds, each complete.
-        absent: groups of the model that it holds nothing of (a MoE-only checkpoint, say).
-    """
-
-    uses: Mapping[str, Total]
-    groups: frozenset[str]
-    absent: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +78,7 @@ class CheckpointIndex:
         kinds = classify(shard_of, where)
         packed = any(kind == "mxfp4" and ".experts." in name for name, kind in kinds.items())
         weight_format = "mxfp4" if packed else "bf16"
-        cover, total = _cover(config, shard_of, weight_format, where)
+        cover, total = cover_index(config, shard_of, weight_format, where)
         stated = document.get("metadata", {}).get("total_size")
         if stated is not None and stated != total:
             raise CheckpointError(
@@ -193,36 +156,6 @@ class CheckpointIndex:
         return [*entries, norm] if norm.name in self.shard_of else entries
 
 
-def classify(names: Iterable[str], where: str = "index") -> dict[str, str]:
-    """Logical weight -> ``mxfp4`` or ``plain``, by suffix alone.
-
-    Raises:
-        CheckpointError: an unknown suffix, a packed weight without its scale (or the other way
-            round), or a weight that is both plain and packed.
-    """
-    suffixes: dict[str, set[str]] = {}
-    for name in names:
-        base, _, suffix = name.rpartition(".")
-        suffixes.setdefault(base, set()).add(suffix)
-    kinds = {}
-    for base, found in suffixes.items():
-        if found == {"weight_packed", "weight_scale"}:
-            kinds[base] = "mxfp4"
-        elif found <= PLAIN_SUFFIXES:
-            kinds[base] = "plain"
-        else:
-            raise CheckpointError(
-                explain(
-                    f"tensor {base} is neither plain nor MXFP4",
-                    where=where,
-                    expected="weight_packed with weight_scale, or weight, and nothing else",
-                    got=" with ".join(sorted(found)),
-                    fix="export the checkpoint as compressed-tensors mxfp4-pack-quantized",
-                )
-            )
-    return kinds
-
-
 def _read_index(file: Path) -> dict[str, Any]:
     def no_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
         found = dict(pairs)
@@ -252,49 +185,6 @@ def _read_index(file: Path) -> dict[str, Any]:
         ) from error  # fmt: skip
     result: dict[str, Any] = document
     return result
-
-
-def _cover(
-    config: KimiK3Config, shard_of: Mapping[str, str], fmt: str, where: str
-) -> tuple[Cover, int]:
-    """Match the index with the table, tensor by tensor."""
-    counts: Counter[str] = Counter()
-    sizes: Counter[str] = Counter()
-    held: set[str] = set()
-    missing: dict[str, list[str]] = {}
-    known = 0
-    for entry in model_entries(config, fmt):
-        if entry.name in shard_of:
-            known += 1
-            held.add(entry.group)
-            counts[entry.use] += 1
-            sizes[entry.use] += entry.nbytes
-        else:
-            missing.setdefault(entry.group, []).append(entry.name)
-    lost = [name for group in missing if group in held for name in missing[group]]
-    extra: list[str] = []
-    if known != len(shard_of):
-        names = {entry.name for entry in model_entries(config, fmt)}
-        extra = [name for name in shard_of if name not in names]
-    if lost or extra or not held:
-        raise CheckpointError(
-            explain(
-                "the index doesn't cover the model",
-                where=where,
-                expected=f"every tensor that {CONFIG_NAME} implies, and no other",
-                got=f"missing {_some(lost)}; unexpected {_some(extra)}",
-                fix=f"use the {CONFIG_NAME} and index of one and the same checkpoint",
-            )
-        )
-    uses = {use: Total(counts[use], sizes[use]) for use in sorted(counts)}
-    absent = tuple(group for group in missing if group not in held)
-    return Cover(uses, frozenset(held), absent), sum(sizes.values())
-
-
-def _some(names: list[str]) -> str:
-    if not names:
-        return "none"
-    return f"{len(names)}: {', '.join(names[:3])}{', …' if len(names) > 3 else ''}"
 
 
 def _span(layers: Sequence[int]) -> str:

@@ -6,6 +6,7 @@ weights are ``[out, in]``. H hidden, D latent, I expert FFN width, E experts.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator
 from typing import NamedTuple
@@ -23,6 +24,11 @@ ATTENTION, DENSE, NORMS = "attention", "dense MLP", "norms and residual mixing"
 GLOBALS, PROJECTOR, VISION = "embeddings and head", "vision projector", "vision tower"
 NEEDED = frozenset({ROUTED, BLOCK})
 NOT_NEEDED = frozenset({ATTENTION, DENSE, NORMS, GLOBALS, PROJECTOR, VISION})
+
+
+@functools.cache
+def _nbytes(shape: tuple[int, ...], dtype: str) -> int:
+    return math.prod(shape) * ITEMSIZE[dtype]
 
 
 class Entry(NamedTuple):
@@ -44,7 +50,7 @@ class Entry(NamedTuple):
     @property
     def nbytes(self) -> int:
         """Bytes in the shard."""
-        return math.prod(self.shape) * ITEMSIZE[self.dtype]
+        return _nbytes(self.shape, self.dtype)
 
 
 class ExpertPiece(NamedTuple):
@@ -89,19 +95,21 @@ def moe_group(layer: int) -> str:
     return f"layer {layer} MoE"
 
 
+@functools.cache
+def _expert_rows(D: int, I: int, fmt: str) -> list[tuple[str, str, tuple[int, int]]]:  # noqa: E741
+    rows = []
+    for matrix, suffix, _, _ in EXPERT_PIECES[fmt]:
+        out, columns = (D, I) if matrix == "w2" else (I, D)
+        shape = (out, columns // _COLUMNS_PER_ELEMENT[suffix])
+        rows.append((f"{matrix}.{suffix}", "BF16" if fmt == "bf16" else "U8", shape))
+    return rows
+
+
 def expert_entries(cfg: KimiK3Config, layer: int, expert: int, fmt: str) -> list[Entry]:
     """The tensors of one routed expert, in the order of ``EXPERT_PIECES[fmt]``."""
-    D, I = cfg.routed_expert_hidden_size, cfg.moe_intermediate_size  # noqa: E741
+    rows = _expert_rows(cfg.routed_expert_hidden_size, cfg.moe_intermediate_size, fmt)
     prefix, group = f"{moe_prefix(layer)}experts.{expert}.", moe_group(layer)
-    dtype = "BF16" if fmt == "bf16" else "U8"
-    entries = []
-    for matrix, suffix, _, _ in EXPERT_PIECES[fmt]:
-        rows, columns = (D, I) if matrix == "w2" else (I, D)
-        shape = (rows, columns // _COLUMNS_PER_ELEMENT[suffix])
-        entries.append(
-            Entry(f"{prefix}{matrix}.{suffix}", dtype, shape, ROUTED, group, layer, layer + 1)
-        )
-    return entries
+    return [Entry(prefix + n, d, s, ROUTED, group, layer, layer + 1) for n, d, s in rows]
 
 
 def block_entries(cfg: KimiK3Config, layer: int) -> list[Entry]:

@@ -102,12 +102,13 @@ def _stored(file: Path, name: str, fields: Any, start: int, size: int) -> Stored
 
 
 class CheckpointReader:
-    """Reads tensors of one checkpoint; cheap to make, keeps the last two headers."""
+    """Reads tensors of one checkpoint; cheap to make, keeps the last header it parsed."""
 
     def __init__(self, index: CheckpointIndex) -> None:
         self.index = index
         self._in_shard = Counter(index.shard_of.values())
-        self._headers: dict[str, dict[str, Stored]] = {}
+        # one attribute, replaced whole: ranks that are threads may share a reader
+        self._last: tuple[str, dict[str, Stored]] = ("", {})
 
     def read(
         self, wanted: Sequence[tuple[Entry, Tensor]], progress: Progress | None = None
@@ -146,13 +147,11 @@ class CheckpointReader:
             CheckpointError: absent or broken shard; a tensor the index puts elsewhere (a
                 duplicate), doesn't know (an extra), or promises in vain.
         """
-        found = self._headers.get(shard)
-        if found is None:
+        known, found = self._last
+        if known != shard:
             found = read_header(self.index.path / shard)
             self._check_names(shard, found)
-            while len(self._headers) > 1:
-                self._headers.pop(next(iter(self._headers)), None)
-            self._headers[shard] = found
+            self._last = (shard, found)
         return found
 
     def _check_names(self, shard: str, found: dict[str, Stored]) -> None:
@@ -207,7 +206,8 @@ def _bytes_of(entry: Entry, tensor: Tensor) -> NDArray[np.uint8]:
                 f"bad destination for {entry.name}",
                 where="CheckpointReader.read",
                 expected=f"a contiguous CPU {dtype} {list(entry.shape)}",
-                got=f"{tensor.device} {tensor.dtype} {list(tensor.shape)} strides {tensor.stride()}",
+                got=f"{tensor.device} {tensor.dtype} {list(tensor.shape)}, "
+                f"strides {tensor.stride()}",
             )
         )
     flat: NDArray[np.uint8] = tensor.detach().view(-1).view(torch.uint8).numpy()
@@ -228,7 +228,7 @@ def coalesce(places: Iterable[tuple[Stored, NDArray[np.uint8]]]) -> list[Run]:
 
 
 def _read_run(descriptor: int, run: Run, file: Path) -> None:
-    buffers, offset = [memoryview(b) for b in run.buffers], run.begin
+    buffers, offset = [b.data for b in run.buffers], run.begin
     while buffers:
         done = os.preadv(descriptor, buffers, offset)
         if done == 0:

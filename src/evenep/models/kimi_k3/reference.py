@@ -41,10 +41,10 @@ class Oracle:
         index = json.loads((self.path / "model.safetensors.index.json").read_text())
         self.shard_of: dict[str, str] = index["weight_map"]
         self.prefix = f"language_model.model.layers.{layer}.block_sparse_moe."
-        self.E, self.K = text["num_experts"], text["num_experts_per_token"]
-        self.scaling, self.eps = text["routed_scaling_factor"], text["rms_norm_eps"]
-        self.beta = text["activation_situ_beta"]
-        self.linear_beta = text["activation_situ_linear_beta"]
+        self.K = int(text["num_experts_per_token"])
+        self.scaling, self.eps = float(text["routed_scaling_factor"]), float(text["rms_norm_eps"])
+        self.beta = float(text["activation_situ_beta"])
+        self.linear_beta = float(text["activation_situ_linear_beta"])
         self._experts: dict[int, tuple[Tensor, Tensor, Tensor]] = {}
 
     def tensor(self, name: str) -> Tensor:
@@ -113,15 +113,15 @@ class Oracle:
         """The routed sum before the norm, ``[T, D]``: fp32 over k ascending, one rounding."""
         T, D = z_TD.shape
         out_TKD = torch.zeros(T, ids_TK.shape[1], D)
-        for e in ids_TK.unique().tolist():
+        for e in np.unique(ids_TK.numpy()).tolist():
             if e < 0:
                 continue
             t, k = torch.where(ids_TK == e)
             g, u = self.gate_up(z_TD[t], e)
             out_TKD[t, k] = rnd(rnd(self.activation(g, u)) @ self.expert(e)[2].T)
         total_TD = torch.zeros(T, D)
-        for k in range(ids_TK.shape[1]):
-            total_TD += out_TKD[:, k] * weights_TK[:, k, None]
+        for slot in range(ids_TK.shape[1]):
+            total_TD += out_TKD[:, slot] * weights_TK[:, slot, None]
         return rnd(total_TD)
 
     def norm(self, routed_TD: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ not sorted, no tensor the model doesn't have.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,9 @@ import numpy as np
 import torch
 
 from ...errors import InputError, explain
-from ...weights.mxfp4 import GROUP
 from .config import CONFIG_NAME, KimiK3Config
 from .content import random_tensor
+from .fixture_config import KINDS, config_document
 from .index import INDEX_NAME
 from .names import (
     EXPERT_PIECES,
@@ -31,15 +31,6 @@ from .names import (
     shard_count,
     shard_file,
 )
-
-# kind -> (H, D, I, E, K, decoder layers, whole model)
-KINDS: dict[str, tuple[int, int, int, int, int, int, bool]] = {
-    "F0": (512, 256, 256, 32, 4, 2, False),
-    "F1": (1024, 512, 1024, 112, 16, 3, False),
-    "F2": (512, 256, 256, 32, 4, 5, True),
-}
-_IGNORE = ("self_attn", "shared_experts", r"mlp\.(gate|up|gate_up|down)_proj", "lm_head",
-           "vision_tower", "mm_projector")  # fmt: skip
 
 
 def write_fixture(
@@ -104,12 +95,13 @@ def write_index(path: str | Path, document: dict[str, Any]) -> Path:
     return path
 
 
-def write_safetensors(file: Path, tensors: Iterable[tuple[Entry, torch.Tensor]]) -> None:
-    """Write tensors in the given order, one after the other."""
-    held = list(tensors)
+def write_safetensors(
+    file: Path, entries: Sequence[Entry], content: Callable[[Entry], torch.Tensor]
+) -> None:
+    """Write tensors in the given order, asking for one after the other."""
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
-    for entry, _ in held:
+    for entry in entries:
         end = offset + entry.nbytes
         fields = {"dtype": entry.dtype, "shape": entry.shape, "data_offsets": [offset, end]}
         header[entry.name], offset = fields, end
@@ -117,14 +109,14 @@ def write_safetensors(file: Path, tensors: Iterable[tuple[Entry, torch.Tensor]])
     text += b" " * (-len(text) % 8)
     with file.open("wb") as stream:
         stream.write(len(text).to_bytes(8, "little") + text)
-        for _, tensor in held:
-            stream.write(tensor.contiguous().view(-1).view(torch.uint8).numpy().data)
+        for entry in entries:
+            stream.write(content(entry).contiguous().view(-1).view(torch.uint8).numpy().data)
 
 
 def _write_shard(
     file: Path, entries: list[Entry], config: KimiK3Config, seed: int, hot: bool
 ) -> None:
-    write_safetensors(file, ((e, random_tensor(e, config, seed, hot)) for e in entries))
+    write_safetensors(file, entries, lambda entry: random_tensor(entry, config, seed, hot))
 
 
 def _moe_only(config: KimiK3Config, layers: Sequence[int]) -> list[Entry]:
@@ -154,105 +146,3 @@ def _write_index(path: Path, entries: list[Entry], files: dict[int, str]) -> Non
         "weight_map": {e.name: files[e.shard] for e in reversed(entries)},
     }
     (path / INDEX_NAME).write_text(json.dumps(document, indent=2) + "\n")
-
-
-def config_document(kind: str) -> dict[str, Any]:
-    """The config.json of a fixture: the published structure with the fixture's sizes."""
-    H, D, I, E, K, layers, _ = KINDS[kind]  # noqa: E741
-    text = {
-        "architectures": ["KimiLinearForCausalLM"],
-        "model_type": "kimi_linear",
-        "dtype": "bfloat16",
-        "activation_situ_beta": 4.0,
-        "activation_situ_linear_beta": 25.0,
-        "attn_res_block_size": 2,
-        "first_k_dense_replace": 1,
-        "hidden_act": "situ",
-        "hidden_size": H,
-        "intermediate_size": 2 * H,
-        "kv_lora_rank": 64,
-        "latent_moe_use_norm": True,
-        "linear_attn_config": _linear_attention(layers),
-        "max_position_embeddings": 4096,
-        "mla_use_nope": True,
-        "mla_use_output_gate": True,
-        "moe_intermediate_size": I,
-        "moe_layer_freq": 1,
-        "moe_renormalize": True,
-        "moe_router_activation_func": "sigmoid",
-        "num_attention_heads": 4,
-        "num_expert_group": 1,
-        "num_experts": E,
-        "num_experts_per_token": K,
-        "num_hidden_layers": layers,
-        "num_key_value_heads": 4,
-        "num_nextn_predict_layers": 0,
-        "num_shared_experts": 2,
-        "q_lora_rank": 128,
-        "qk_nope_head_dim": 128,
-        "qk_rope_head_dim": 64,
-        "quantization_config": _quantization(),
-        "rms_norm_eps": 1e-05,
-        "routed_expert_hidden_size": D,
-        "routed_scaling_factor": 1.0,
-        "tie_word_embeddings": False,
-        "topk_group": 1,
-        "topk_method": "noaux_tc",
-        "use_grouped_topk": True,
-        "v_head_dim": 128,
-        "vocab_size": 1024,
-    }
-    return {
-        "architectures": ["KimiK3ForConditionalGeneration"],
-        "dtype": "bfloat16",
-        "model_type": "kimi_k3",
-        "text_config": text,
-        "tie_word_embeddings": False,
-    }
-
-
-def _linear_attention(layers: int) -> dict[str, Any]:
-    """1-based lists; the last two layers are full attention, as in the published model."""
-    mla = [n for n in range(1, layers + 1) if n > max(1, layers - 2)]
-    return {
-        "full_attn_layers": mla,
-        "gate_lower_bound": -5.0,
-        "head_dim": 128,
-        "kda_layers": [n for n in range(1, layers + 1) if n not in mla],
-        "num_heads": 4,
-        "short_conv_kernel_size": 4,
-        "use_full_rank_gate": True,
-    }
-
-
-def _quantization() -> dict[str, Any]:
-    weights = {
-        "actorder": None,
-        "block_structure": None,
-        "dynamic": False,
-        "group_size": GROUP,
-        "num_bits": 4,
-        "observer": "minmax",
-        "observer_kwargs": {},
-        "scale_dtype": "torch.uint8",
-        "strategy": "group",
-        "symmetric": True,
-        "type": "float",
-        "zp_dtype": None,
-    }
-    group = {
-        "format": "mxfp4-pack-quantized",
-        "input_activations": None,
-        "output_activations": None,
-        "targets": ["Linear"],
-        "weights": weights,
-    }
-    return {
-        "config_groups": {"group_0": group},
-        "format": "mxfp4-pack-quantized",
-        "global_compression_ratio": None,
-        "ignore": [f"re:.*{pattern}.*" for pattern in _IGNORE],
-        "kv_cache_scheme": None,
-        "quant_method": "compressed-tensors",
-        "quantization_status": "compressed",
-    }
