@@ -5,6 +5,7 @@ R ranks, E experts, T tokens this rank brings this step, K top-k, H row width.
 
 from __future__ import annotations
 
+import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
@@ -261,6 +262,9 @@ class Engine:
     def end_step(self, step: Step, lane: int, rows: int) -> None:
         """Take a lane's lease back."""
         if self.settings.poison:
+            # Peers may still be pulling: only this debug mode needs to know when they are done.
+            nothing = torch.zeros(0, dtype=torch.int64)
+            self.transport.all_gather(nothing, Tag("combine", epoch=self._epoch), lane)
             self.buffers[lane].poison(rows)
         self._steps[lane] = None
         self.records.append(step.record)
@@ -286,9 +290,8 @@ class Engine:
             )
 
     def _identity(self, experts: ExpertWeights) -> str:
-        import hashlib
-
-        parts = [self.cfg.digest(), self.placement.home_E.tolist(), list(experts.layers)]
+        poison = self.settings.poison  # it adds a wait to every step
+        parts = [self.cfg.digest(), self.placement.home_E.tolist(), list(experts.layers), poison]
         return hashlib.sha256(repr(parts).encode()).hexdigest()
 
     def _agreed_max(self, value: int) -> int:

@@ -91,7 +91,8 @@ def run_session(
             "ok": worst <= PARITY_LIMIT and same_experts,
         },
         "phases": {
-            phase: {**_summary(outcomes, phase, "asked"), "static": _summary(outcomes, phase, "static")}
+            phase: _summary(outcomes, phase, "asked")
+            | {"static": _summary(outcomes, phase, "static")}
             for phase in PHASES
             if outcomes[0]["timed"][phase]["asked"]
         },
@@ -156,9 +157,10 @@ class _Session:
         number = step + 1 if phase == "prefill" else step + 1 + 1000  # a stream of its own
         tokens = self.workload.tokens(self.rank, capacity) if self.workload else capacity
         any_block = next(iter(self.blocks.values()))
-        generator = torch.Generator().manual_seed((self.spec.seed * 4096 + number) * 4096 + self.rank)
+        seed = (self.spec.seed * 4096 + number) * 4096 + self.rank
+        generator = torch.Generator().manual_seed(seed)
         h_TH = torch.randn(tokens, any_block.config.hidden_size, generator=generator).bfloat16()
-        for layer, weights in self.blocks.items():
+        for weights in self.blocks.values():
             x_TH = rms_norm(h_TH, _norm_weight(weights), weights.config.rms_norm_eps)
             ids_TK = self.workload.ids(number, self.rank, tokens) if self.workload else None
             variants = ["static", "asked"] if step % 2 else ["asked", "static"]
@@ -171,7 +173,13 @@ class _Session:
             h_TH = next_TH
 
     def _block(
-        self, weights: BlockWeights, x_TH: Tensor, ids_TK: Tensor | None, variant: str, *, check: bool
+        self,
+        weights: BlockWeights,
+        x_TH: Tensor,
+        ids_TK: Tensor | None,
+        variant: str,
+        *,
+        check: bool,
     ) -> tuple[Tensor, _Timed]:
         policy = "static" if variant == "static" else None
         layer = weights.layer
@@ -244,4 +252,3 @@ def _summary(outcomes: list[dict[str, Any]], phase: str, variant: str) -> dict[s
 
 def _most_common(names: list[str]) -> str:
     return statistics.mode(names) if names else ""
-

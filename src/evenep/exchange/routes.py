@@ -40,7 +40,7 @@ class Routes:
 
     def by_rank(self, values_N: Tensor) -> tuple[Tensor, ...]:
         """Cut something per route into one piece per destination rank."""
-        return values_N.split(self.splits)
+        return torch.split(values_N, list(self.splits))
 
     def leading(self) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
         """``(rows, tokens)`` of the primaries per destination rank."""

@@ -46,8 +46,9 @@ def _swigluoai(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
 def _situ(act: Activation, gate: Tensor, up: Tensor) -> Tensor:
     assert act.beta is not None
     assert act.linear_beta is not None
-    soft_gate = act.beta * torch.tanh(gate / act.beta) * torch.sigmoid(gate)
-    return soft_gate * (act.linear_beta * torch.tanh(up / act.linear_beta))
+    # In place after the first division: the temporaries cost as much as the arithmetic.
+    soft_gate = (gate / act.beta).tanh_().mul_(act.beta).mul_(torch.sigmoid(gate))
+    return soft_gate.mul_((up / act.linear_beta).tanh_().mul_(act.linear_beta))
 
 
 GATED: dict[str, Gated] = {

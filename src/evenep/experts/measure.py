@@ -13,21 +13,26 @@ from ..transport import Tag, Transport
 from ..weights.store import ExpertStore
 from .runner import Runner, Segment
 
-_ROWS = 128
+_FEW, _MANY = 8, 128  # rows: around the bend of the curve, and far beyond it
+_EXPERTS = 16  # touched in turn, so that weights come from memory as they do in a step
 _REPEATS = 3
 
 
 def measure(runner: Runner, store: ExpertStore, transport: Transport) -> Hardware:
-    """Time one expert at 1 and at 128 rows, and one fetch from the next rank. Collective.
+    """Time an expert at 1, 8 and 128 rows, and one fetch from the next rank. Collective.
 
-    Every rank gets the same numbers: the maximum over ranks of each.
+    The three points fix the curve ``launch + max(read, rows * row)``: the slope between the last
+    two is ``row``, what is left at 8 rows is ``launch``, what is left at 1 row is ``read``. Every
+    rank gets the same numbers: the maximum over ranks of each time.
     """
-    one_s, many_s = _time_expert(runner, store, 1), _time_expert(runner, store, _ROWS)
-    fetch_s = _time_fetch(store, transport)
-    mine = [many_s / _ROWS, one_s, 0.0, fetch_s]
-    words = torch.tensor([round(s * PS) for s in mine], dtype=torch.int64)
+    mine_s = [_time_expert(runner, store, n) for n in (1, _FEW, _MANY)]
+    mine_s.append(_time_fetch(store, transport))
+    words = torch.tensor([round(s * PS) for s in mine_s], dtype=torch.int64)
     agreed = transport.all_gather(words, Tag("construct"), 0).max(dim=0).values.tolist()
-    row_ps, read_ps, launch_ps, fetch_ps = agreed
+    one_ps, few_ps, many_ps, fetch_ps = agreed
+    row_ps = max(many_ps - few_ps, 0) // (_MANY - _FEW)
+    launch_ps = max(few_ps - _FEW * row_ps, 0)
+    read_ps = max(one_ps - launch_ps, 0)
     return Hardware(row_ps=row_ps, read_ps=read_ps, launch_ps=launch_ps, fetch_ps=fetch_ps)
 
 
@@ -41,20 +46,21 @@ def _best(run: Callable[[], None]) -> float:
 
 
 def _time_expert(runner: Runner, store: ExpertStore, count: int) -> float:
-    """Seconds for ``count`` rows through this rank's first expert, weights warm."""
-    experts = store.placement.experts_of(store.rank)
+    """Seconds for ``count`` rows through one of this rank's experts, weights seen before."""
+    experts = store.placement.experts_of(store.rank)[:_EXPERTS]
     if not experts:
         return 0.0
     layer = store.layers[0]
-    segment = Segment(store.key(layer, experts[0]), 0, 0, count)
+    segments = [Segment(store.key(layer, e), i, 0, count) for i, e in enumerate(experts)]
     rows_NH = torch.randn(count, store.cfg.hidden_size).to(torch.bfloat16)
     weight_N = torch.ones(count)
 
     def run() -> None:
-        runner.run(rows_NH.clone(), weight_N, [segment], store.layer(layer))
+        for segment in segments:
+            runner.run(rows_NH.clone(), weight_N, [segment], store.layer(layer))
 
     run()
-    return _best(run)
+    return _best(run) / len(segments)
 
 
 def _time_fetch(store: ExpertStore, transport: Transport) -> float:

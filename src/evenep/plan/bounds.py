@@ -105,8 +105,8 @@ def donor_bound(problem: Problem, epsilon: float) -> int:
     carry no more than the m largest of these pieces, so r sends at least as many replicas as the
     fewest pieces that reach ``L_r - C_r``. A replica has one home, so homes add up.
 
-    (``n / largest deficit`` pieces would be tighter but is wrong: a receiver may give away its own
-    routes and take in more than its deficit.)
+    (Pieces as wide as the largest deficit would be wrong here: a receiver may hand its own experts
+    on and take in more than its deficit. Over all homes together they hold: ``room_bound``.)
     """
     caps = problem.caps(epsilon).tolist()
     bound = 0
@@ -137,15 +137,20 @@ def receiver_bound(problem: Problem, epsilon: float) -> int:
 
 
 def room_bound(problem: Problem, epsilon: float) -> int:
-    """The fewest starved ranks whose room holds all surplus; what is left of ``forest_bound``.
+    """What the starved ranks' room costs; with slack too, where ``forest_bound`` is 0.
 
-    Proof. By the component fact, in a component with a donor the receivers' room covers the
-    donors' surplus; summed up, those components have at least this many receivers q. A component
-    has one edge fewer than ranks or more, and each holds a donor, so
-    ``edges >= donors + q - components >= q``.
+    Proof. Take a component with a donors and b receivers; it has ``a + b - 1`` edges or more. By
+    the component fact the receivers' room covers the donors' surpluses ``s``. First, summed up,
+    components with a donor have at least q receivers, the fewest whose room holds all surplus, and
+    ``a + b - 1 >= b``, so there are q edges. Second, let d be the widest room: ``b >= sum(s) / d``
+    and each ``ceil(s / d)`` rounds up by less than 1, so ``sum(ceil(s / d)) < a + b`` (or equals
+    ``sum(s) / d <= b`` when nothing rounds): no more than the component's edges.
     """
-    gaps = (problem.home_loads_R - problem.caps(epsilon)).tolist()
-    return _fewest([-g for g in gaps if g < 0], sum(g for g in gaps if g > 0))
+    gaps: list[int] = (problem.home_loads_R - problem.caps(epsilon)).tolist()
+    rooms, surplus = [-g for g in gaps if g < 0], [g for g in gaps if g > 0]
+    if not surplus:
+        return 0
+    return max(_fewest(rooms, sum(surplus)), sum(-(-s // max(rooms)) for s in surplus))
 
 
 def time_bound_ps(problem: Problem) -> int:

@@ -46,12 +46,12 @@ def brute_force_replicas(problem: Problem, epsilon: float) -> int | None:
 def brute_force_time(problem: Problem) -> int:
     """The least modelled time over all allocations within the slots, in picoseconds; tiny cases.
 
-    Deals experts one by one, largest first, in every way, cutting a branch that can't beat the
-    best: ranks' times only grow, and ranks' times sum to at least what is dealt and the rest
-    unsplit (see ``time_bound_ps``). Whole alignments only are dealt, as many as the expert padded
-    has. That loses nothing: time depends on padded rows; dropping alignments until no more are
-    left than that lengthens nothing; and what is left is the padding of a real allocation, with
-    the rest's short alignment in any one piece.
+    Deals experts one by one, largest first, in every way, and cuts a branch that can't beat the
+    best: its ranks' times only grow, and all ranks' times sum to at least what is dealt plus the
+    rest unsplit (see ``bounds.time_bound_ps``). Experts are dealt in whole alignments, as many as
+    the padded expert has. That loses nothing: time depends on padded rows only, and it doesn't
+    grow when an allocation with more alignments than that drops the spare ones; the real routes
+    then fill those left, one of them partly.
     """
     busy_E = compute_ps(problem.routes_E, problem.hardware, problem.align)
     order = [e for e in np.argsort(-busy_E, kind="stable").tolist() if problem.routes_E[e]]
