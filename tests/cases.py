@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -61,7 +62,7 @@ class Inputs:
 def spans(tokens: Sequence[int]) -> tuple[slice, ...]:
     """Consecutive slices of the given lengths."""
     ends = torch.tensor([0, *tokens]).cumsum(0).tolist()
-    return tuple(slice(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True))
+    return tuple(slice(a, b) for a, b in itertools.pairwise(ends))
 
 
 def run_policies(

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenep import EPConfig, ExpertWeights
-from evenep.weights.formats import format_of
+from evenep.formats import format_of
 
 
 def expert_tensors(cfg: EPConfig, source: ExpertWeights, layer: int, e: int) -> dict[str, Tensor]:
@@ -66,8 +66,8 @@ def moe(
             continue
         row = expert_tensors(cfg, source, layer, e)
         w13, w2 = format_of(cfg).decode(row, torch.float32)
-        t, k = torch.nonzero(ids == e, as_tuple=True)
-        w = weights[t, k][:, None]
+        t, slot = torch.nonzero(ids == e, as_tuple=True)
+        w = weights[t, slot][:, None]
         z = x[t].float()
         if cfg.route_weight == "input":
             z = rnd(z * w)
@@ -76,7 +76,7 @@ def moe(
         if cfg.route_weight == "activation":
             a = a * w
         o = rnd(rnd(a) @ w2.T + (row["w2_bias"].float() if "w2_bias" in row else 0.0))
-        outputs[t, k] = o * w if cfg.route_weight == "output" else o
+        outputs[t, slot] = o * w if cfg.route_weight == "output" else o
     for k in range(ids.shape[1]):
         y = y + outputs[:, k]
     return y.bfloat16()

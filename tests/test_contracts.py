@@ -44,7 +44,9 @@ def good(cfg: EPConfig, tokens: int = 5) -> tuple[Tensor, Tensor, Tensor]:
 # ---- C4 and arguments: refused before anything is queued
 
 
-BAD_ROUTING = {
+Spoil = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
+
+BAD_ROUTING: dict[str, tuple[Spoil, type[Exception], str]] = {
     "float ids": (lambda x, i, w: (x, i.float(), w), InputError, "topk_ids_TK"),
     "half weights": (lambda x, i, w: (x, i, w.half()), InputError, "topk_weights_TK"),
     "id equal to E": (lambda x, i, w: (x, i * 0 + 13, w), InputError, "out of range"),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from evenep import Activation, Engine, EPConfig, EPGroup, ExpertWeights, launch
-from evenep.weights.formats import format_of
+from evenep.formats import format_of
 
 from . import oracle
 from .cases import EAGER, Inputs, config, run_policies, spans, whole

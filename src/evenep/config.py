@@ -42,7 +42,7 @@ class EPConfig:
         row_alignment: every non-empty segment of the receive buffer is padded to a multiple.
         in_flight: steps that may be open at once; each has buffers and slots of its own.
         activation: an ``Activation``, or the name of one without constants.
-        weight_format: ``bf16``, ``mxfp4`` or ``fp8`` (see ``evenep.weights.formats``).
+        weight_format: ``bf16``, ``mxfp4`` or ``fp8`` (see ``evenep.formats``).
         timeout_s: deadline in seconds of every wait for a peer.
         runner: ``auto``, ``torch`` or ``reference`` (see ``evenep.experts``).
         route_weight: where the route weight multiplies: the expert's ``output``, its

@@ -15,7 +15,15 @@ import torch
 from torch import Tensor
 
 from .config import EPConfig
-from .errors import AgreementError, ConfigError, InputError, PoisonedError, StateError, explain
+from .errors import (
+    AgreementError,
+    ConfigError,
+    InputError,
+    PlanError,
+    PoisonedError,
+    StateError,
+    explain,
+)
 from .exchange.buffers import Buffers
 from .exchange.routes import count_routes
 from .experts import make_runner
@@ -158,6 +166,8 @@ class Engine:
         try:
             counts_RE = self._exchange_counts(topk_ids_TK, layer, lane, asked)
             made = self._plan(counts_RE, layer, lane, asked)
+        except PlanError:
+            raise  # the same on every rank, and nothing was queued: the engine stays usable
         except BaseException as error:
             self.poison(error)
             raise

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from ..config import EPConfig
+from ..weights.layer import ExpertKey, LayerWeights
 from .reference import ReferenceRunner
-from .runner import ExpertKey, LayerWeights, Runner, Segment
+from .runner import Runner, Segment
 from .torch_runner import TorchRunner
 
 RUNNERS: dict[str, type[Runner]] = {"torch": TorchRunner, "reference": ReferenceRunner}

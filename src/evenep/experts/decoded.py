@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from .runner import ExpertKey
+from ..weights.layer import ExpertKey
 
 Decoded = tuple[Tensor, Tensor]
 

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from ..weights.layer import LayerWeights
 from .activations import activate
-from .runner import LayerWeights, Runner, Segment, rounded
+from .runner import Runner, Segment, rounded
 
 
 class ReferenceRunner(Runner):

@@ -10,23 +10,15 @@ Rounding points, the same in every runner (rnd = round to BF16; fp32 inside):
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..config import EPConfig
-from ..weights.formats import format_of
-
-
-@dataclass(frozen=True, slots=True)
-class ExpertKey:
-    """What a set of expert bytes is, wherever it lies."""
-
-    layer: int
-    expert: int
-    version: int
+from ..formats import format_of
+from ..weights.layer import ExpertKey, LayerWeights
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,25 +29,6 @@ class Segment:
     weight_row: int
     start: int
     count: int
-
-
-@dataclass(frozen=True, slots=True)
-class LayerWeights:
-    """One layer's tensors on this rank.
-
-    Attributes:
-        stacked: the format's tensors, ``[home rows + slot rows, …]``.
-    """
-
-    stacked: Mapping[str, Tensor]
-
-    def row(self, index: int) -> dict[str, Tensor]:
-        """One expert's tensors."""
-        return {name: tensor[index] for name, tensor in self.stacked.items()}
-
-
-Done = Callable[[Segment], None]
-"""Called once a segment's rows hold its outputs."""
 
 
 class Runner(ABC):

@@ -14,9 +14,10 @@ from torch import Tensor
 from torch.nn.functional import grouped_mm
 
 from ..config import EPConfig
+from ..weights.layer import LayerWeights
 from .activations import activate
 from .decoded import Decoded, DecodedCache
-from .runner import LayerWeights, Runner, Segment, rounded
+from .runner import Runner, Segment, rounded
 
 
 def has_fast_bf16() -> bool:

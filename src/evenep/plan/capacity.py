@@ -36,5 +36,6 @@ def cap_routes(cfg: EPConfig, max_experts_per_rank: int) -> int:
     if cfg.policy == "exact":
         return even
     if cfg.policy == "bounded":
-        return min(worst, even + int(cfg.epsilon * even))
+        millionths = 10**6 + round(cfg.epsilon * 10**6)  # as Problem.caps counts
+        return min(worst, even * millionths // 10**6)
     return worst

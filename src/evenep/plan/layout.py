@@ -93,7 +93,7 @@ def build_layout(alloc_ER: Ints, placement: Placement, slot_RB: Ints, align: int
     ranks, slots = np.nonzero(slot_RB >= 0)
     weight_row_ER[slot_RB[ranks, slots], ranks] = home_rows + slots
     weight_row_ER[np.arange(E), placement.home_E] = placement.local_E
-    r_G, e_G = np.nonzero(alloc_ER.T > 0)
+    e_G, r_G = np.nonzero(alloc_ER > 0)
     row_G = weight_row_ER[e_G, r_G]
     if (row_G < 0).any():
         lost = int(np.argmax(row_G < 0))

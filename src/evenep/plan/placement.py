@@ -45,8 +45,10 @@ class Placement:
         Raises:
             ConfigError: a home is outside ``0 … ranks - 1``.
         """
-        home_E = np.asarray(homes, dtype=np.int64)
-        if home_E.ndim != 1 or (home_E.size and not (0 <= home_E.min() <= home_E.max() < ranks)):
+        given = np.asarray(homes)
+        home_E = given.astype(np.int64) if given.dtype.kind in "iu" else np.zeros(0, dtype=np.int64)
+        valid = given.ndim == 1 and given.size == home_E.size
+        if not valid or (home_E.size and not (0 <= home_E.min() <= home_E.max() < ranks)):
             raise ConfigError(
                 explain(
                     "bad placement map",

@@ -9,7 +9,7 @@ import numpy as np
 
 from ..config import EPConfig
 from ..errors import InputError, PlanError, explain
-from ..weights.formats import format_of
+from ..formats import format_of
 from .capacity import cap_routes, receive_rows
 from .cost import PS, Hardware
 from .layout import Layout, Runs, build_layout, source_runs
@@ -161,6 +161,17 @@ def plan(
                 fix="raise slots_per_rank, or use 'bounded' or 'auto', which fit the budget",
             )
         )
+    cap, load = cap_routes(cfg, placement.max_experts_per_rank), int(alloc_ER.sum(axis=0).max())
+    if load > cap:
+        raise PlanError(
+            explain(
+                f"policy '{name}' puts more routes on a rank than the config has room for",
+                where="plan",
+                expected=f"<= {cap}, what policy '{cfg.policy}' promises",
+                got=load,
+                fix=f"configure policy='{name}' or 'auto'",
+            )
+        )
     return _finish(problem, cfg, name, chosen, alloc_ER)
 
 
@@ -199,10 +210,10 @@ def verify(plan_: Plan, cfg: EPConfig, placement: Placement) -> None:
 
 
 def _finish(problem: Problem, cfg: EPConfig, name: str, chosen: str, alloc_ER: Ints) -> Plan:
-    home_E, B = problem.placement.home_E, cfg.slots
-    foreign_ER = problem.replicas(alloc_ER)
+    home_E = problem.placement.home_E
+    e_M, r_M = np.nonzero(problem.replicas(alloc_ER))  # M replicas
     wanted: list[list[int]] = [[] for _ in range(problem.ranks)]
-    for expert, rank in zip(*(index.tolist() for index in np.nonzero(foreign_ER)), strict=True):
+    for expert, rank in zip(e_M.tolist(), r_M.tolist(), strict=True):
         wanted[rank].append(expert)
     slot_RB = problem.residency.assign(wanted)
     new_RB = (slot_RB >= 0) & (slot_RB != problem.residency.experts_RB)
@@ -211,7 +222,7 @@ def _finish(problem: Problem, cfg: EPConfig, name: str, chosen: str, alloc_ER: I
         for r, b in zip(*np.nonzero(new_RB), strict=True)
     )
     loads_R, home_R = alloc_ER.sum(axis=0), problem.home_loads_R
-    expert_bytes, replicas = format_of(cfg).expert_bytes(cfg), int(foreign_ER.sum())
+    expert_bytes, replicas = format_of(cfg).expert_bytes(cfg), int(e_M.size)
     stats = PlanStats(
         policy=name,
         chosen=chosen,
@@ -221,12 +232,12 @@ def _finish(problem: Problem, cfg: EPConfig, name: str, chosen: str, alloc_ER: I
         fetches=len(fetches),
         fetch_bytes=len(fetches) * expert_bytes,
         saved_bytes=(replicas - len(fetches)) * expert_bytes,
-        max_in=int(foreign_ER.sum(axis=0).max()) if B else 0,
-        max_out=int(np.bincount(home_E[np.nonzero(foreign_ER)[0]], minlength=1).max()),
-        moved_routes=int(alloc_ER[foreign_ER].sum()),
-        epsilon_reached=max(_imbalance(loads_R) - 1, 0.0),
+        max_in=int(np.bincount(r_M, minlength=1).max()),
+        max_out=int(np.bincount(home_E[e_M], minlength=1).max()),
+        moved_routes=int(alloc_ER[e_M, r_M].sum()),
+        epsilon_reached=_excess(loads_R),
         time_s=problem.time_ps(alloc_ER) / PS,
-        static_time_s=problem.time_ps(problem.static_allocation()) / PS,
+        static_time_s=problem.static_time_ps / PS,
     )
     return Plan(
         counts=problem.counts_RE,
@@ -245,8 +256,17 @@ def _imbalance(load_R: Ints) -> float:
     return int(load_R.max()) * load_R.size / total if total else 1.0
 
 
+def _excess(load_R: Ints) -> float:
+    """``_imbalance - 1``, rounded once, so that it compares with an epsilon exactly reached."""
+    total = int(load_R.sum())
+    return (int(load_R.max()) * load_R.size - total) / total if total else 0.0
+
+
 def _checked_counts(counts: object, cfg: EPConfig) -> Ints:
-    counts_RE = np.asarray(counts)
+    try:
+        counts_RE = np.asarray(counts)
+    except ValueError:  # ragged
+        counts_RE = np.asarray(None)
     shape = (cfg.ranks, cfg.num_experts)
     if counts_RE.shape != shape or counts_RE.dtype.kind not in "iu":
         raise InputError(
@@ -260,13 +280,14 @@ def _checked_counts(counts: object, cfg: EPConfig) -> Ints:
     if counts_RE.size and counts_RE.min() < 0:
         raise InputError(explain("counts are negative", where="plan", got=int(counts_RE.min())))
     per_rank = cfg.max_tokens_per_rank * cfg.top_k
-    if counts_RE.size and int(counts_RE.sum(axis=1).max()) > per_rank:
+    largest = int(counts_RE.max())  # first: a sum of huge counts would wrap
+    if largest > per_rank or int(counts_RE.sum(axis=1).max()) > per_rank:
         raise InputError(
             explain(
                 "a rank brings more routes than its capacity",
                 where="plan",
                 expected=f"<= max_tokens_per_rank * top_k = {per_rank}",
-                got=int(counts_RE.sum(axis=1).max()),
+                got=max(largest, int(counts_RE.sum(axis=1).max())),
                 fix="raise max_tokens_per_rank or split the batch",
             )
         )
@@ -277,7 +298,17 @@ def _checked_residency(residency: object, cfg: EPConfig) -> Residency:
     shape = (cfg.ranks, cfg.slots)
     if residency is None:
         return Residency.empty(*shape)
-    record = residency if isinstance(residency, Residency) else Residency.of(residency)
+    try:
+        record = residency if isinstance(residency, Residency) else Residency.of(residency)
+    except (TypeError, ValueError) as error:
+        raise InputError(
+            explain(
+                "bad residency",
+                where="plan",
+                expected=f"expert ids of shape {shape}",
+                got=residency,
+            )
+        ) from error
     table = record.experts_RB
     if table.shape != shape or (
         table.size and not -1 <= table.min() <= table.max() < cfg.num_experts

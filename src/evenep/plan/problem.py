@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import Hardware, rank_times_ps
+from .cost import Hardware, compute_ps, rank_times_ps
 from .placement import Ints, Placement
 from .residency import Residency
 
@@ -105,6 +105,14 @@ class Problem:
         return rank_times_ps(
             alloc_ER, self.placement.home_E, self.moved_ER(alloc_ER), self.hardware, self.align
         )
+
+    @cached_property
+    def static_time_ps(self) -> int:
+        """Modelled time when nothing moves: the slowest rank's home segments."""
+        busy_E = compute_ps(self.routes_E, self.hardware, self.align)
+        time_R = np.zeros(self.ranks, dtype=np.int64)
+        np.add.at(time_R, self.placement.home_E, busy_E)
+        return int(time_R.max())
 
     def time_ps(self, alloc_ER: Ints) -> int:
         """Modelled time of the layer: its slowest rank."""

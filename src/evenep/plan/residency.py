@@ -53,12 +53,14 @@ class Residency:
         slot_RB = np.full_like(self.experts_RB, -1)
         age_RB = np.where(self.experts_RB >= 0, self.used_RB + 1, 0)
         oldest_RB = np.argsort(age_RB, axis=1, kind="stable").tolist()
-        held_RB = self.experts_RB.tolist()
+        held_RB: list[list[int]] = self.experts_RB.tolist()
+        holds_R = np.any(self.experts_RB >= 0, axis=1)
         for rank, experts in enumerate(wanted):
             if not experts:
                 continue
             # reversed: a duplicate in a hand-made table resolves to the lowest slot
-            slot_of = {e: b for b, e in reversed(list(enumerate(held_RB[rank]))) if e >= 0}
+            held = enumerate(held_RB[rank]) if holds_R[rank] else ()
+            slot_of = {e: b for b, e in reversed(list(held)) if e >= 0}
             kept = {e: slot_of[e] for e in experts if e in slot_of}
             taken = set(kept.values())
             free = (b for b in oldest_RB[rank] if b not in taken)

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ..config import EPConfig
 from ..errors import InputError, explain
-from .formats import format_of
+from ..formats import format_of
 
 Progress = Callable[[int], None]
 """Called with the number of bytes just loaded."""

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 
 from ..config import EPConfig
 from ..errors import InputError, UnfetchedSlotError, explain
-from ..experts.runner import ExpertKey, LayerWeights
+from ..formats import format_of
 from ..plan import Fetch, Placement, Residency
 from ..transport import Transfer, Transport, Window, WindowSpec
-from .formats import format_of
+from .layer import ExpertKey, LayerWeights
 from .source import ExpertWeights, Progress
 
 

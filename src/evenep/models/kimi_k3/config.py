@@ -16,7 +16,7 @@ from typing import Any
 from ...activation import Activation
 from ...config import EPConfig
 from ...errors import CheckpointError, ConfigError, explain
-from ...weights.mxfp4 import GROUP
+from ...formats.mxfp4 import GROUP
 
 CONFIG_NAME = "config.json"
 

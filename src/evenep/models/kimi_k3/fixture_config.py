@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from ...weights.mxfp4 import GROUP
+from ...formats.mxfp4 import GROUP
 
 # kind -> (H, D, I, E, K, decoder layers, whole model)
 KINDS: dict[str, tuple[int, int, int, int, int, int, bool]] = {

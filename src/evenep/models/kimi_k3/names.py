@@ -11,7 +11,7 @@ import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
-from ...weights.mxfp4 import GROUP
+from ...formats.mxfp4 import GROUP
 from .config import KimiK3Config
 
 TEXT = "language_model."

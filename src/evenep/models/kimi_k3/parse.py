@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ...errors import CheckpointError, explain
-from ...weights.mxfp4 import GROUP
+from ...formats.mxfp4 import GROUP
 from .config import FIXED, MXFP4_WEIGHTS, AttentionSizes, KimiK3Config, VisionSizes
 
 _ABSENT = "nothing"

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...config import EPConfig
 from ...errors import CheckpointError, InputError, explain
-from ...weights.formats import format_of
+from ...formats import format_of
 from ...weights.source import ExpertWeights, Progress
 from .config import KimiK3Config
 from .index import CheckpointIndex

@@ -16,6 +16,7 @@ from .refine import refine
 
 EPSILONS = (0.0, 0.01, 0.05, 0.1, 0.2, 0.5)
 REFINE_STEPS = 32
+REFINE_STARTS = 3  # hill climbing ends in different places
 
 
 def auto(problem: Problem) -> tuple[Ints, str]:
@@ -29,11 +30,25 @@ def auto(problem: Problem) -> tuple[Ints, str]:
         exact_ER = exact(problem)
         if problem.fits(exact_ER):
             candidates.append(("exact", exact_ER))
-        start, _ = _best(problem, candidates)
-        refined_ER = refine(problem, candidates[start][1], max_steps=REFINE_STEPS)
-        candidates.append((f"{candidates[start][0]}+refined", refined_ER))
+        candidates.extend(
+            (f"{name}+refined", refine(problem, alloc_ER, max_steps=REFINE_STEPS))
+            for name, alloc_ER in _distinct(problem, candidates)[:REFINE_STARTS]
+        )
     winner, _ = _best(problem, candidates)
     return candidates[winner][1], candidates[winner][0]
+
+
+def _distinct(problem: Problem, candidates: list[tuple[str, Ints]]) -> list[tuple[str, Ints]]:
+    """Best first, without repeats."""
+    keys = [
+        (problem.time_ps(a), int(problem.moved_ER(a).sum()), i)
+        for i, (_, a) in enumerate(candidates)
+    ]
+    found: list[tuple[str, Ints]] = []
+    for _, _, i in sorted(keys):
+        if not any(np.array_equal(candidates[i][1], other) for _, other in found):
+            found.append(candidates[i])
+    return found
 
 
 def _best(problem: Problem, candidates: list[tuple[str, Ints]]) -> tuple[int, int]:
