@@ -22,11 +22,13 @@ class Placement:
         home_E: int64 ``[E]``, the rank that owns expert e's weights.
         local_E: int64 ``[E]``, e's row among its home's experts, ascending by expert id.
         ranks: R.
+        owned: the experts of each rank, ascending.
     """
 
     home_E: Ints
     local_E: Ints
     ranks: int
+    owned: tuple[tuple[int, ...], ...]
 
     @staticmethod
     @functools.cache
@@ -58,10 +60,10 @@ class Placement:
                 )
             )
         local_E = np.zeros_like(home_E)
-        for rank in range(ranks):
-            owned = home_E == rank
-            local_E[owned] = np.arange(int(owned.sum()))
-        return cls(home_E, local_E, ranks)
+        owned = tuple(tuple(np.flatnonzero(home_E == rank).tolist()) for rank in range(ranks))
+        for experts in owned:
+            local_E[list(experts)] = np.arange(len(experts))
+        return cls(home_E, local_E, ranks, owned)
 
     @property
     def num_experts(self) -> int:
@@ -71,8 +73,8 @@ class Placement:
     @property
     def max_experts_per_rank(self) -> int:
         """Home experts of the fullest rank; home rows every rank allocates."""
-        return int(np.bincount(self.home_E, minlength=self.ranks).max())
+        return max(len(experts) for experts in self.owned)
 
     def experts_of(self, rank: int) -> list[int]:
         """The experts a rank is home to, ascending; row i of its store holds the i-th."""
-        return np.flatnonzero(self.home_E == rank).tolist()
+        return list(self.owned[rank])

@@ -7,14 +7,13 @@ threads). It is used at construction and to leave word of failures, never inside
 from __future__ import annotations
 
 import time
-from datetime import timedelta
 
 from torch.distributed import Store
 
 from ..errors import PeerFailed, PeerTimeout
 from .base import Tag
 
-_SLICE_S = 0.2  # how often a waiting rank looks for word of a failure
+_NAP_S, _LONGEST_NAP_S = 1e-3, 20e-3
 
 
 class Meeting:
@@ -45,18 +44,17 @@ class Meeting:
         return [self._get(f"{name}/{peer}", peer, tag, deadline) for peer in range(self.size)]
 
     def _get(self, key: str, peer: int, tag: Tag, deadline: float) -> str:
-        while True:
-            try:
-                self.store.wait([key], timedelta(seconds=_SLICE_S))
-                return bytes(self.store.get(key)).decode()
-            except RuntimeError as error:  # DistStoreError: not there yet
-                report = self.report(peer)
-                if report is not None:
-                    blamed, detail = report
-                    raise tag.error(PeerFailed, self.rank, blamed, detail) from error
-                if time.monotonic() > deadline:
-                    detail = f"no word within {self.timeout_s:g} s"
-                    raise tag.error(PeerTimeout, self.rank, peer, detail) from error
+        nap = _NAP_S
+        while not self.store.check([key]):  # polled: a store's own wait can't look for failures
+            report = self.report(peer)
+            if report is not None:
+                raise tag.error(PeerFailed, self.rank, *report)
+            if time.monotonic() > deadline:
+                detail = f"no word within {self.timeout_s:g} s"
+                raise tag.error(PeerTimeout, self.rank, peer, detail)
+            time.sleep(nap)
+            nap = min(2 * nap, _LONGEST_NAP_S)
+        return bytes(self.store.get(key)).decode()
 
     def leave_word(self, blamed: int, detail: str) -> None:
         """Say that this rank has failed and whom it blames. Never raises."""

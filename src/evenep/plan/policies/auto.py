@@ -1,66 +1,85 @@
 """Candidates of every kind, scored by the cost model; the fastest wins.
 
 ``static`` and ``exact`` are always among them, so ``auto`` is never slower than either in modelled
-time. Ties go to the one that moves fewer experts, then to the earlier candidate.
+time. Ties go to the one that moves fewer experts, then to the earlier candidate. The search stops
+as soon as the best candidate is within ``GOOD_ENOUGH`` of a bound that no plan beats.
 """
 
 from __future__ import annotations
 
 import numpy as np
 
+from ..cost import compute_ps
 from ..placement import Ints
 from ..problem import Problem
 from .bounded import bounded
 from .exact import exact
 from .refine import refine
 
-EPSILONS = (0.0, 0.01, 0.05, 0.1, 0.2, 0.5)
-REFINE_STEPS = 32
+EPSILONS = (0.0, 0.05, 0.1, 0.2, 0.5)
+GOOD_ENOUGH = 0.01  # of the bound; planning longer than this can win back costs more than it wins
 REFINE_STARTS = 3  # hill climbing ends in different places
 
 
+class _Search:
+    """Candidates so far, best first."""
+
+    def __init__(self, problem: Problem) -> None:
+        self.problem = problem
+        self.scored: list[tuple[int, int, int]] = []
+        self.named: list[tuple[str, Ints]] = []
+        self._enough_ps = int(_bound_ps(problem) * (1 + GOOD_ENOUGH))
+
+    def add(self, name: str, alloc_ER: Ints) -> None:
+        moved = int(self.problem.moved_ER(alloc_ER).sum())
+        self.scored.append((self.problem.time_ps(alloc_ER), moved, len(self.named)))
+        self.named.append((name, alloc_ER))
+
+    def good_enough(self) -> bool:
+        return min(self.scored)[0] <= self._enough_ps
+
+    def best(self) -> tuple[str, Ints]:
+        return self.named[min(self.scored)[2]]
+
+    def distinct(self) -> list[tuple[str, Ints]]:
+        """Best first, without repeats."""
+        found: list[tuple[str, Ints]] = []
+        for _, _, i in sorted(self.scored):
+            if not any(np.array_equal(self.named[i][1], other) for _, other in found):
+                found.append(self.named[i])
+        return found
+
+
 def auto(problem: Problem) -> tuple[Ints, str]:
-    """The allocation with the least modelled time, and the candidate's name."""
-    candidates = [("static", problem.static_allocation())]
-    if problem.slots and problem.ranks > 1 and problem.total and not _static_is_optimal(problem):
-        candidates.extend(
-            (f"bounded({epsilon:g})", bounded(problem, epsilon))
-            for epsilon in sorted({problem.epsilon, *EPSILONS}, reverse=True)
-        )
+    """The allocation with the least modelled time found, and the candidate's name."""
+    search = _Search(problem)
+    search.add("static", problem.static_allocation())
+    if problem.slots and problem.ranks > 1 and problem.total:
         exact_ER = exact(problem)
         if problem.fits(exact_ER):
-            candidates.append(("exact", exact_ER))
-        candidates.extend(
-            (f"{name}+refined", refine(problem, alloc_ER, max_steps=REFINE_STEPS))
-            for name, alloc_ER in _distinct(problem, candidates)[:REFINE_STARTS]
-        )
-    winner, _ = _best(problem, candidates)
-    return candidates[winner][1], candidates[winner][0]
+            search.add("exact", exact_ER)
+        if not (search.best()[0] == "static" and search.good_enough()):
+            _try_bounded(search)  # also when exact is good enough: bounded moves fewer experts
+            if not search.good_enough():
+                _try_refined(search)
+    name, alloc_ER = search.best()
+    return alloc_ER, name
 
 
-def _distinct(problem: Problem, candidates: list[tuple[str, Ints]]) -> list[tuple[str, Ints]]:
-    """Best first, without repeats."""
-    keys = [
-        (problem.time_ps(a), int(problem.moved_ER(a).sum()), i)
-        for i, (_, a) in enumerate(candidates)
-    ]
-    found: list[tuple[str, Ints]] = []
-    for _, _, i in sorted(keys):
-        if not any(np.array_equal(candidates[i][1], other) for _, other in found):
-            found.append(candidates[i])
-    return found
+def _try_bounded(search: _Search) -> None:
+    for epsilon in sorted({search.problem.epsilon, *EPSILONS}, reverse=True):
+        search.add(f"bounded({epsilon:g})", bounded(search.problem, epsilon))
 
 
-def _best(problem: Problem, candidates: list[tuple[str, Ints]]) -> tuple[int, int]:
-    """Index and modelled time of the winner."""
-    scores = [
-        (problem.time_ps(alloc_ER), int(problem.moved_ER(alloc_ER).sum()), i)
-        for i, (_, alloc_ER) in enumerate(candidates)
-    ]
-    time_ps, _, index = min(scores)
-    return index, time_ps
+def _try_refined(search: _Search) -> None:
+    """Climb from the best few where that is cheap, from the best one in large problems."""
+    problem = search.problem
+    small = problem.placement.num_experts * problem.ranks <= 64
+    starts, steps = (REFINE_STARTS, 32) if small else (1, 4 + 2 * problem.ranks)
+    for name, alloc_ER in search.distinct()[:starts]:
+        search.add(f"{name}+refined", refine(problem, alloc_ER, max_steps=steps))
 
 
-def _static_is_optimal(problem: Problem) -> bool:
-    """Every rank takes equally long at home already: moving work can only lengthen one."""
-    return bool(np.ptp(problem.rank_times_ps(problem.static_allocation())) == 0)
+def _bound_ps(problem: Problem) -> int:
+    """No layer is faster: splitting an expert never lessens the ranks' summed compute time."""
+    return int(compute_ps(problem.routes_E, problem.hardware, problem.align).sum()) // problem.ranks
