@@ -49,9 +49,3 @@ def catalogue() -> list[tuple[str, str, str]]:
     """``(variable, default, meaning)`` of every variable EvenEP reads."""
     return [(f.metadata["env"], str(f.default), f.metadata["help"]) for f in fields(Settings)]
 
-
-def torchrun_rank() -> tuple[int, int] | None:
-    """``(rank, world size)`` as torchrun exports them, or None outside torchrun."""
-    if "RANK" not in os.environ or "WORLD_SIZE" not in os.environ:
-        return None
-    return int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])

@@ -60,7 +60,7 @@ CHOICES: tuple[Choice, ...] = (
     Choice("runner", "humming", "", f"GPU runners are {_LATER}", "torch"),
     Choice("transport", "threads", "ranks are threads of one process"),
     Choice("transport", "shm", "ranks are processes of one host with shared memory"),
-    Choice("transport", "collective", "any torch.distributed backend with send and recv"),
+    Choice("transport", "collective", "gloo sockets of its own beside any torch.distributed job"),
     Choice("transport", "symm", "", f"torch symmetric memory is {_LATER}", "shm"),
     *(Choice("activation", kind, formula) for kind, (formula, _, _) in KINDS.items()),
     Choice("reduction", "compact", "routes of a token on one rank are summed there first"),

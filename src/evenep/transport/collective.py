@@ -1,4 +1,7 @@
-"""Any torch.distributed backend that can send and receive: many hosts, no shared memory.
+"""Sockets through torch.distributed: many hosts, no shared memory.
+
+It opens gloo connections of its own through the job's store, whatever backend the job itself uses
+(rows are CPU tensors). ``_new_group`` is the only place that names a backend.
 
 A push is held back until ``arrive``, which ships all rows for a peer as one message: row numbers,
 then row data, window by window, after a small header with the counts. A pull asks with row numbers
