@@ -56,7 +56,7 @@ def test_from_torch_works_under_torchrun_for_all_and_for_some_ranks(tmp_path: Pa
         capture_output=True, text=True, timeout=100, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-4000:]
-    assert sorted(done.stdout.split("\n")[:3]) == [f"rank {r} done" for r in range(3)]
+    assert all(f"rank {r} done" in done.stdout for r in range(3))
 
 
 def test_from_torch_without_a_process_group_says_what_to_do() -> None:

@@ -54,7 +54,8 @@ class Engine:
         group: this rank's membership; its size must be ``cfg.ranks``.
         experts: where weights come from; each rank reads only its own.
         placement: homes; None: contiguous. Equal on every rank.
-        hardware: cost constants for ``auto``; None: measured here, agreed by all ranks.
+        hardware: cost constants for ``auto``; None: measured at its first step, agreed by all
+            ranks.
         progress: called with bytes loaded.
 
     Example::
@@ -101,7 +102,7 @@ class Engine:
                 for buffers in self.buffers:
                     buffers.poison()
             self.transport.barrier(Tag("construct"))  # home rows are loaded everywhere
-            self.hardware = hardware or measure(self.runner, self.store, self.transport)
+            self.hardware = hardware
         except BaseException as error:
             self.transport.fail(error)
             self.transport.close(orderly=False)
@@ -165,6 +166,9 @@ class Engine:
         start = time.perf_counter()
         try:
             counts_RE = self._exchange_counts(topk_ids_TK, layer, lane, asked)
+            if asked == "auto" and self.hardware is None:
+                tag = Tag("counts", layer, self._epoch)
+                self.hardware = measure(self.runner, self.store, self.transport, lane=lane, tag=tag)
             made = self._plan(counts_RE, layer, lane, asked)
         except PlanError:
             raise  # the same on every rank, and nothing was queued: the engine stays usable

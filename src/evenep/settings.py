@@ -48,4 +48,3 @@ class Settings:
 def catalogue() -> list[tuple[str, str, str]]:
     """``(variable, default, meaning)`` of every variable EvenEP reads."""
     return [(f.metadata["env"], str(f.default), f.metadata["help"]) for f in fields(Settings)]
-

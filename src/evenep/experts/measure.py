@@ -18,17 +18,21 @@ _EXPERTS = 16  # touched in turn, so that weights come from memory as they do in
 _REPEATS = 3
 
 
-def measure(runner: Runner, store: ExpertStore, transport: Transport) -> Hardware:
+def measure(
+    runner: Runner, store: ExpertStore, transport: Transport, *, lane: int, tag: Tag
+) -> Hardware:
     """Time an expert at 1, 8 and 128 rows, and one fetch from the next rank. Collective.
+
+    Slot 0 of ``lane`` in the first layer is written; the store forgets that layer's slots.
 
     The three points fix the curve ``launch + max(read, rows * row)``: the slope between the last
     two is ``row``, what is left at 8 rows is ``launch``, what is left at 1 row is ``read``. Every
     rank gets the same numbers: the maximum over ranks of each time.
     """
     mine_s = [_time_expert(runner, store, n) for n in (1, _FEW, _MANY)]
-    mine_s.append(_time_fetch(store, transport))
+    mine_s.append(_time_fetch(store, transport, lane, tag))
     words = torch.tensor([round(s * PS) for s in mine_s], dtype=torch.int64)
-    agreed = transport.all_gather(words, Tag("construct"), 0).max(dim=0).values.tolist()
+    agreed = transport.all_gather(words, tag, lane).max(dim=0).values.tolist()
     one_ps, few_ps, many_ps, fetch_ps = agreed
     row_ps = max(many_ps - few_ps, 0) // (_MANY - _FEW)
     launch_ps = max(few_ps - _FEW * row_ps, 0)
@@ -63,7 +67,7 @@ def _time_expert(runner: Runner, store: ExpertStore, count: int) -> float:
     return _best(run) / len(segments)
 
 
-def _time_fetch(store: ExpertStore, transport: Transport) -> float:
+def _time_fetch(store: ExpertStore, transport: Transport, lane: int, tag: Tag) -> float:
     """Seconds to bring one expert from the next rank into slot 0, all ranks at once."""
     ranks, placement = transport.size, store.placement
     if store.cfg.slots == 0 or ranks == 1:
@@ -73,6 +77,7 @@ def _time_fetch(store: ExpertStore, transport: Transport) -> float:
         experts = placement.experts_of((rank + 1) % ranks)
         if experts:
             fetches.append(Fetch(experts[0], (rank + 1) % ranks, rank, 0))
-    transfers = store.transfers(store.layers[0], 0, fetches)
-    transport.barrier(Tag("construct"))
-    return _best(lambda: transport.fetch(transfers, Tag("construct")))
+    transfers = store.transfers(store.layers[0], lane, fetches)
+    store.forget(store.layers[0])
+    transport.barrier(tag)
+    return _best(lambda: transport.fetch(transfers, tag))

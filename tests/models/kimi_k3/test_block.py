@@ -11,11 +11,11 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from evenep.errors import InputError
+from evenep.formats import format_of
 from evenep.models.kimi_k3 import KimiK3MoE, MoEOutput, load_block_weights, write_fixture
 from evenep.models.kimi_k3.block import Experts, linear, situ
 from evenep.models.kimi_k3.reference import Oracle, relative_l2, rnd
 from evenep.models.kimi_k3.weights import checkpoint_weights
-from evenep.weights.formats import format_of
 
 TOLERANCE = 0.01  # relative L2: twice the noise of another order of bf16 roundings
 

@@ -12,10 +12,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from evenep.errors import CheckpointError, ConfigError, InputError
+from evenep.formats import format_of
+from evenep.formats.mxfp4 import decode_mxfp4
 from evenep.models.kimi_k3 import CheckpointWeights, checkpoint_weights, load_block_weights
 from evenep.models.kimi_k3.reference import Oracle
-from evenep.weights.formats import format_of
-from evenep.weights.mxfp4 import decode_mxfp4
 from evenep.weights.source import ExpertWeights
 
 from .tampering import MOE, Checkpoint, Edit
