@@ -184,3 +184,7 @@ def as_markdown() -> str:
     lines += ["", "| refused combination | why | nearest supported choice |", "|---|---|---|"]
     lines += [f"| {r.name} | {r.reason} | {r.nearest} |" for r in RULES]
     return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(as_markdown(), end="")  # noqa: T201

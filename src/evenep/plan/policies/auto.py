@@ -67,8 +67,14 @@ def auto(problem: Problem) -> tuple[Ints, str]:
 
 
 def _try_bounded(search: _Search) -> None:
+    """From much slack to none: more replicas each time, until they cost more than they win."""
+    last_ps = None
     for epsilon in sorted({search.problem.epsilon, *EPSILONS}, reverse=True):
         search.add(f"bounded({epsilon:g})", bounded(search.problem, epsilon))
+        time_ps = search.scored[-1][0]
+        if last_ps is not None and time_ps > last_ps:
+            return
+        last_ps = time_ps
 
 
 def _try_refined(search: _Search) -> None:

@@ -12,6 +12,7 @@ and the plan's statistics say what was reached. No route is dropped: what can't 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -62,7 +63,10 @@ def bounded(problem: Problem, epsilon: float) -> Ints:
 
 def _within(problem: Problem, cap_R: Ints) -> Ints | None:
     """The better of the two greedies under a cap per rank, or None when both get stuck."""
-    plans = [_greedy(problem, cap_R, residents_first=False)]
+    plain = _greedy(problem, cap_R, residents_first=False)
+    if plain is not None and not problem.moved_ER(plain).any():
+        return plain  # nothing moves, and equal counts settle on an equal plan
+    plans = [plain]
     if (problem.residency.experts_RB >= 0).any():
         plans.append(_greedy(problem, cap_R, residents_first=True))
     feasible = [p for p in plans if p is not None]
@@ -108,10 +112,9 @@ def _greedy(problem: Problem, cap_R: Ints, *, residents_first: bool) -> Ints | N
     )
     if residents_first:
         _use_residents(problem, state)
-    experts_of: dict[int, list[int]] = {}
     while (largest := max(state.surplus)) > 0:
         donor = state.surplus.index(largest)
-        experts = experts_of.setdefault(donor, problem.placement.experts_of(donor))
+        experts = problem.placement.owned[donor]
         choice = _finishing_move(state, donor, experts) or _largest_move(state, donor, experts)
         if choice is None:
             return None
@@ -135,20 +138,37 @@ def _use_residents(problem: Problem, state: _State) -> None:
         pairs.discard((-expert, -rank))
 
 
-def _finishing_move(state: _State, donor: int, experts: list[int]) -> tuple[int, int, int] | None:
+def _finishing_move(
+    state: _State, donor: int, experts: Sequence[int]
+) -> tuple[int, int, int] | None:
     """One replica that takes the donor's whole surplus: ``(expert, rank, routes)``."""
     need = state.surplus[donor]
-    big = sorted((state.remaining[e], e) for e in experts if state.remaining[e] >= need)
-    fit = sorted((room, r) for r, room in enumerate(state.room) if room >= need)
-    for _, expert in big:
+    fit = [(room, r) for r, room in enumerate(state.room) if room >= need]
+    if not fit:
+        return None
+    fit.sort()
+    for _, expert in sorted((state.remaining[e], e) for e in experts if state.remaining[e] >= need):
         for _, rank in fit:
             if state.can_host(expert, rank):
                 return expert, rank, need
     return None
 
 
-def _largest_move(state: _State, donor: int, experts: list[int]) -> tuple[int, int, int] | None:
+def _largest_move(state: _State, donor: int, experts: Sequence[int]) -> tuple[int, int, int] | None:
     """The most routes one replica can take from the donor, ties to the lowest ids."""
+    expert = max(experts, key=state.remaining.__getitem__)
+    room = max(state.room)
+    rank = state.room.index(room)
+    if state.can_host(expert, rank):  # nothing beats the largest expert in the largest room
+        routes = min(state.remaining[expert], room, state.surplus[donor])
+        return (expert, rank, routes) if routes > 0 else None
+    return _largest_hosted_move(state, donor, experts)
+
+
+def _largest_hosted_move(
+    state: _State, donor: int, experts: Sequence[int]
+) -> tuple[int, int, int] | None:
+    """The same where slots are scarce."""
     best: tuple[int, int, int] | None = None
     for expert in sorted(experts, key=lambda e: (-state.remaining[e], e)):
         if best is not None and state.remaining[expert] <= best[2]:
