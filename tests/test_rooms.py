@@ -8,7 +8,7 @@ from pathlib import Path
 SRC = Path(__file__).parent.parent / "src" / "evenep"
 ORDER = (
     "errors activation settings support config formats plan transport group launch "
-    "weights exchange experts observe step engine models bench cli"
+    "agreement weights checks exchange experts observe step engine models bench cli"
 ).split()
 # (from, to): imported inside a function or for types only, so that nothing runs at import.
 DEFERRED = {("config", "support"), ("support", "config"), ("weights", "models"), ("step", "engine")}

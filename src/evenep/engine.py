@@ -5,20 +5,24 @@ R ranks, E experts, T tokens this rank brings this step, K top-k, H row width.
 
 from __future__ import annotations
 
-import hashlib
 import time
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import replace
 from types import TracebackType
 
 import torch
 from torch import Tensor
 
+from .agreement import (
+    StepHeader,
+    agreed_max,
+    exchange_counts,
+    gather_words,
+)
+from .checks import check_fit, check_routing, check_rows, resolve_placement
 from .config import EPConfig
 from .errors import (
-    AgreementError,
-    ConfigError,
-    InputError,
     PlanError,
     PoisonedError,
     StateError,
@@ -31,6 +35,7 @@ from .experts.measure import measure
 from .group import EPGroup
 from .observe import StepRecord
 from .plan import Hardware, Placement, Plan, plan
+from .plan.cost import PS
 from .plan.planner import verify
 from .plan.policies import POLICIES
 from .settings import Settings
@@ -41,8 +46,6 @@ from .weights.lane import FetchLane
 from .weights.source import ExpertWeights, Progress
 from .weights.store import ExpertStore
 
-# What every rank says before its counts; all but the tokens must agree.
-_HEADER = ("layer", "epoch", "lane", "weight version", "policy", "tokens")
 _RECORDS = 4096
 
 
@@ -82,19 +85,20 @@ class Engine:
         progress: Progress | None = None,
     ) -> None:
         self.cfg, self.group = cfg, group
-        self.placement = _placement(cfg, placement)
-        _check_fit(cfg, group, experts)
+        self.placement = resolve_placement(cfg, placement)
+        check_fit(cfg, group.size, experts.cfg)
         self.settings = Settings.from_environment()
         self.records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._epoch, self._closed = 0, False
         self._poison: BaseException | None = None
         self._steps: list[Step | None] = [None] * cfg.in_flight
-        words = len(_HEADER) + cfg.num_experts
         self.transport = group.connect(
-            timeout_s=cfg.timeout_s, lanes=cfg.in_flight, gather_words=words
+            timeout_s=cfg.timeout_s,
+            lanes=cfg.in_flight,
+            gather_words=gather_words(cfg.num_experts),
+            identity=self._identity(experts),
         )
         try:
-            self.agree(self._identity(experts))
             self.runner = make_runner(cfg)
             self.store = ExpertStore(cfg, self.placement, self.transport, experts, progress)
             self.buffers = Buffers.make(cfg, self.store.home_rows, self.transport)
@@ -137,7 +141,7 @@ class Engine:
             AgreementError: ranks disagree on the layer or policy of this step.
             PeerError: a peer died, stopped or failed; the engine is poisoned until ``reset``.
         """
-        self.check_rows(x_TH, topk_ids_TK.shape[0])
+        check_rows(self.cfg, x_TH, topk_ids_TK.shape[0])
         step = self.begin(topk_ids_TK, topk_weights_TK, layer, policy=policy)
         step.dispatch(x_TH)
         step.fetch()
@@ -159,17 +163,25 @@ class Engine:
         """
         self.require_usable("begin")
         self.store.require_layer(layer)
-        self._check_routing(topk_ids_TK, topk_weights_TK)
+        check_routing(self.cfg, topk_ids_TK, topk_weights_TK)
         asked = policy or self.cfg.policy
         require("policy", asked, where="Engine.begin")
         lane = self._free_lane()
         start = time.perf_counter()
         try:
-            counts_RE = self._exchange_counts(topk_ids_TK, layer, lane, asked)
+            header = StepHeader(
+                layer=layer,
+                epoch=self._epoch,
+                lane=lane,
+                weight_version=self.store.version(layer),
+                policy=list(POLICIES).index(asked),
+                tokens=topk_ids_TK.shape[0],
+            )
+            counts_E = count_routes(topk_ids_TK, self.cfg.num_experts)
+            counts_RE = exchange_counts(self.transport, header, counts_E)
             if asked == "auto" and self.hardware is None:
-                tag = Tag("counts", layer, self._epoch)
-                self.hardware = measure(self.runner, self.store, self.transport, lane=lane, tag=tag)
-            made = self._plan(counts_RE, layer, lane, asked)
+                self.hardware = self._measure_hardware(counts_RE, layer, lane)
+            made = self._plan(counts_RE, layer, lane, asked, self.hardware)
         except PlanError:
             raise  # the same on every rank, and nothing was queued: the engine stays usable
         except BaseException as error:
@@ -226,7 +238,7 @@ class Engine:
         self.store.forget()
         self._steps = [None] * self.cfg.in_flight
         self._poison = None
-        self._epoch = int(self._agreed_max(self._epoch))
+        self._epoch = agreed_max(self.transport, self._epoch, Tag("reset"))
 
     def close(self) -> None:
         """Release everything. Collective unless poisoned; calling it twice is fine."""
@@ -283,68 +295,39 @@ class Engine:
         self._steps[lane] = None
         self.records.append(step.record)
 
-    # ---- agreement
-
-    def agree(self, identity: str) -> None:
-        """Refuse ranks that came with a different identity.
-
-        Raises:
-            AgreementError: names the ranks that differ from rank 0.
-        """
-        digest = [int(identity[i : i + 12], 16) for i in range(0, 48, 12)]
-        said_R = self.transport.all_gather(torch.tensor(digest), Tag("construct"), 0)
-        other = [r for r in range(self.cfg.ranks) if not torch.equal(said_R[r], said_R[0])]
-        if other:
-            raise AgreementError(
-                explain(
-                    f"ranks {other} came with another config, placement or layers than rank 0",
-                    where="Engine",
-                    fix="build EPConfig, placement and ExpertWeights from the same values",
-                )
-            )
+    # ---- planning
 
     def _identity(self, experts: ExpertWeights) -> str:
+        """Equal on ranks that may work together."""
         poison = self.settings.poison  # it adds a wait to every step
-        parts = [self.cfg.digest(), self.placement.home_E.tolist(), list(experts.layers), poison]
-        return hashlib.sha256(repr(parts).encode()).hexdigest()
+        homes, layers = self.placement.home_E.tolist(), list(experts.layers)
+        return repr([self.cfg.digest(), homes, layers, poison])
 
-    def _agreed_max(self, value: int) -> int:
-        said = self.transport.all_gather(torch.tensor([value]), Tag("reset"), 0)
-        return int(said.max())
+    def _measure_hardware(self, counts_RE: Tensor, layer: int, lane: int) -> Hardware:
+        """Cost constants of this machine, planning included; the slowest rank's count. Collective.
 
-    def _exchange_counts(self, ids_TK: Tensor, layer: int, lane: int, policy: str) -> Tensor:
-        header = [
-            layer,
-            self._epoch,
-            lane,
-            self.store.version(layer),
-            list(POLICIES).index(policy),
-            ids_TK.shape[0],
-        ]
-        counts_E = count_routes(ids_TK, self.cfg.num_experts)
-        words = torch.cat([torch.tensor(header, dtype=torch.int64), counts_E])
-        said_RN = self.transport.all_gather(words, Tag("counts", layer, self._epoch), lane)
-        for i, name in enumerate(_HEADER[:-1]):
-            said_R = said_RN[:, i]
-            if not (said_R == said_R[0]).all():
-                raise AgreementError(
-                    explain(
-                        f"ranks disagree on the {name} of this step",
-                        where=f"layer {layer}, epoch {self._epoch}",
-                        got=f"by rank: {said_R.tolist()}",
-                        fix="make the same calls in the same order on every rank",
-                    )
-                )
-        return said_RN[:, len(_HEADER) :]
+        Measured once the counts are in: by then all ranks agree that this step is ``auto``.
+        """
+        tag = Tag("counts", layer, self._epoch)
+        found = measure(self.runner, self.store, self.transport, lane=lane, tag=tag)
+        times_s = []
+        for _ in range(2):  # the first one pays for imports and caches
+            start = time.perf_counter()
+            self._plan(counts_RE, layer, lane, "auto", found)
+            times_s.append(time.perf_counter() - start)
+        plan_ps = agreed_max(self.transport, round(min(times_s) * PS), tag, lane)
+        return replace(found, plan_ps=plan_ps)
 
-    def _plan(self, counts_RE: Tensor, layer: int, lane: int, policy: str) -> Plan:
+    def _plan(
+        self, counts_RE: Tensor, layer: int, lane: int, policy: str, hardware: Hardware | None
+    ) -> Plan:
         made = plan(
             counts_RE.numpy(),
             self.cfg,
             self.placement,
             self.store.residency(layer, lane),
             policy,
-            self.hardware,
+            hardware,
         )
         if self.settings.debug:
             verify(made, self.cfg, self.placement)
@@ -380,108 +363,3 @@ class Engine:
                 fix="combine() an open step first, or raise in_flight",
             )
         )
-
-    # ---- checks of arguments; nothing is queued before they pass
-
-    def check_rows(self, x_TH: Tensor, tokens: int) -> None:
-        """Refuse rows of the wrong device, dtype or shape."""
-        require("device", x_TH.device.type, where="Engine: x_TH")
-        require("dtype", str(x_TH.dtype).removeprefix("torch."), where="Engine: x_TH")
-        expected = (tokens, self.cfg.hidden_size)
-        if tuple(x_TH.shape) != expected:
-            raise InputError(
-                explain("wrong shape", where="x_TH", expected=expected, got=tuple(x_TH.shape))
-            )
-        if x_TH.requires_grad and torch.is_grad_enabled():
-            raise InputError(
-                explain(
-                    "the engine has no backward pass",
-                    where="x_TH",
-                    expected="no gradient",
-                    got="requires_grad=True",
-                    fix="call it under torch.no_grad(), or detach x",
-                )
-            )
-
-    def _check_routing(self, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        T, K, E = ids_TK.shape[0] if ids_TK.ndim else 0, self.cfg.top_k, self.cfg.num_experts
-        for name, tensor, dtypes in (
-            ("topk_ids_TK", ids_TK, (torch.int32, torch.int64)),
-            ("topk_weights_TK", weights_TK, (torch.float32,)),
-        ):
-            require("device", tensor.device.type, where=f"Engine: {name}")
-            if tensor.dtype not in dtypes:
-                raise InputError(
-                    explain(
-                        "wrong dtype", where=name, expected=f"one of {dtypes}", got=tensor.dtype
-                    )
-                )
-            if tuple(tensor.shape) != (T, K):
-                raise InputError(
-                    explain(
-                        "wrong shape", where=name, expected=f"(T, {K})", got=tuple(tensor.shape)
-                    )
-                )
-        if self.cfg.max_tokens_per_rank < T:
-            raise InputError(
-                explain(
-                    "more tokens than the buffers were built for",
-                    where="topk_ids_TK",
-                    expected=f"T <= max_tokens_per_rank = {self.cfg.max_tokens_per_rank}",
-                    got=T,
-                    fix="raise max_tokens_per_rank or split the batch",
-                )
-            )
-        if T and int(ids_TK.max()) >= E:
-            raise InputError(
-                explain(
-                    "expert id out of range",
-                    where="topk_ids_TK",
-                    expected=f"ids < {E} (below zero: not routed)",
-                    got=int(ids_TK.max()),
-                )
-            )
-        if not torch.isfinite(weights_TK[ids_TK >= 0]).all():
-            raise InputError(explain("a routed weight isn't finite", where="topk_weights_TK"))
-
-
-def _placement(cfg: EPConfig, placement: Placement | Sequence[int] | None) -> Placement:
-    if placement is None:
-        return Placement.contiguous(cfg.num_experts, cfg.ranks)
-    if not isinstance(placement, Placement):
-        placement = Placement.from_homes(placement, cfg.ranks)
-    if (placement.num_experts, placement.ranks) != (cfg.num_experts, cfg.ranks):
-        raise ConfigError(
-            explain(
-                "placement doesn't fit the config",
-                where="Engine",
-                expected=f"{cfg.num_experts} experts on {cfg.ranks} ranks",
-                got=f"{placement.num_experts} experts on {placement.ranks} ranks",
-            )
-        )
-    return placement
-
-
-def _check_fit(cfg: EPConfig, group: EPGroup, experts: ExpertWeights) -> None:
-    if group.size != cfg.ranks:
-        raise ConfigError(
-            explain("wrong group size", where="Engine", expected=cfg.ranks, got=group.size)
-        )
-    theirs = experts.cfg
-    for name in (
-        "num_experts",
-        "hidden_size",
-        "intermediate_size",
-        "weight_format",
-        "expert_bias",
-        "w13_rows",
-    ):
-        if getattr(theirs, name) != getattr(cfg, name):
-            raise ConfigError(
-                explain(
-                    f"the experts' {name} isn't the config's",
-                    where="Engine",
-                    expected=getattr(cfg, name),
-                    got=getattr(theirs, name),
-                )
-            )

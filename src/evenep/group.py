@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import socket
 
 import torch.distributed as dist
 from torch.distributed import Store
 
-from .errors import BootstrapError, ConfigError, explain
+from .errors import AgreementError, BootstrapError, ConfigError, explain
 from .support import require
 from .transport import TRANSPORTS, Meeting, Tag, Transport
 
@@ -70,11 +71,19 @@ class EPGroup:
             transport = _reachable(store, rank, size, prefix)
         return cls(store, rank, size, transport=transport, prefix=prefix)
 
-    def connect(self, *, timeout_s: float, lanes: int, gather_words: int) -> Transport:
-        """A transport of its own for one engine. Collective, in the same order on every rank."""
+    def connect(
+        self, *, timeout_s: float, lanes: int, gather_words: int, identity: str = ""
+    ) -> Transport:
+        """A transport of its own for one engine. Collective, in the same order on every rank.
+
+        Raises:
+            AgreementError: ranks came with different identities; says which, before anything
+                is shared whose layout could depend on them.
+        """
         prefix = f"{self._prefix}/{self._connections}"
         self._connections += 1
         self._meeting = Meeting(self._store, self.rank, self.size, prefix, timeout_s)
+        _agree(self._meeting, identity)
         made = TRANSPORTS[self.transport](self._meeting, lanes=lanes, gather_words=gather_words)
         self._open.append(made)
         return made
@@ -85,6 +94,20 @@ class EPGroup:
             transport.fail(error)
         if self._meeting is not None:
             self._meeting.leave_word(self.rank, f"{type(error).__name__}: {error}")
+
+
+def _agree(meeting: Meeting, identity: str) -> None:
+    digest = hashlib.sha256(identity.encode()).hexdigest()
+    said = meeting.exchange(digest, Tag("construct"))
+    other = [rank for rank, theirs in enumerate(said) if theirs != said[0]]
+    if other:
+        raise AgreementError(
+            explain(
+                f"ranks {other} came with another config, placement or layers than rank 0",
+                where="Engine",
+                fix="build EPConfig, placement and ExpertWeights from the same values",
+            )
+        )
 
 
 def _uses(store: Store, members: str, rank: int) -> int:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from .checks import check_rows
 from .errors import LeaseError, PeerTimeout, StateError, explain
 from .exchange.buffers import Arrived, settle
 from .exchange.combine import fold, rows_to_pull, sum_compact, sum_exact
@@ -81,7 +82,7 @@ class Step:
     def dispatch(self, x_TH: Tensor) -> None:
         """Write this rank's rows to their experts' ranks. ``x_TH``: BF16 ``[T, H]``."""
         self._require(State.PLANNED, "dispatch")
-        self._engine.check_rows(x_TH, self._ids_TK.shape[0])
+        check_rows(self._engine.cfg, x_TH, self._ids_TK.shape[0])
         with self._doing("dispatch"):
             runs = self.plan.runs(self._engine.group.rank)
             self._routes = build_routes(self._ids_TK, runs, self._engine.cfg.ranks)

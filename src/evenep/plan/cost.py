@@ -27,12 +27,15 @@ class Hardware:
         read_ps: reading one expert's weights (decode included where the runner decodes).
         launch_ps: fixed cost of one more segment on a rank.
         fetch_ps: moving one expert's bytes from its home to a slot.
+        plan_ps: searching for a better plan than ``static``; ``auto`` doesn't search where even
+            perfect balance would win back less.
     """
 
     row_ps: int
     read_ps: int
     launch_ps: int
     fetch_ps: int
+    plan_ps: int = 0
 
     def __post_init__(self) -> None:
         for name, value in asdict(self).items():

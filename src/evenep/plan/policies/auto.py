@@ -2,7 +2,8 @@
 
 ``static`` and ``exact`` are always among them, so ``auto`` is never slower than either in modelled
 time. Ties go to the one that moves fewer experts, then to the earlier candidate. The search stops
-as soon as the best candidate is within ``GOOD_ENOUGH`` of a bound that no plan beats.
+as soon as the best candidate is within ``GOOD_ENOUGH`` of a bound that no plan beats, and doesn't
+start where reaching that bound would win back less than the search costs (``Hardware.plan_ps``).
 """
 
 from __future__ import annotations
@@ -28,15 +29,18 @@ class _Search:
         self.problem = problem
         self.scored: list[tuple[int, int, int]] = []
         self.named: list[tuple[str, Ints]] = []
-        self._enough_ps = int(_bound_ps(problem) * (1 + GOOD_ENOUGH))
+        self._bound_ps = _bound_ps(problem)
 
     def add(self, name: str, alloc_ER: Ints) -> None:
         moved = int(self.problem.moved_ER(alloc_ER).sum())
         self.scored.append((self.problem.time_ps(alloc_ER), moved, len(self.named)))
         self.named.append((name, alloc_ER))
 
+    def worth_starting(self) -> bool:
+        return self.scored[0][0] - self._bound_ps > self.problem.hardware.plan_ps
+
     def good_enough(self) -> bool:
-        return min(self.scored)[0] <= self._enough_ps
+        return min(self.scored)[0] <= int(self._bound_ps * (1 + GOOD_ENOUGH))
 
     def best(self) -> tuple[str, Ints]:
         return self.named[min(self.scored)[2]]
@@ -54,7 +58,7 @@ def auto(problem: Problem) -> tuple[Ints, str]:
     """The allocation with the least modelled time found, and the candidate's name."""
     search = _Search(problem)
     search.add("static", problem.static_allocation())
-    if problem.slots and problem.ranks > 1 and problem.total:
+    if problem.slots and problem.ranks > 1 and search.worth_starting():
         exact_ER = exact(problem)
         if problem.fits(exact_ER):
             search.add("exact", exact_ER)

@@ -1,0 +1,119 @@
+"""Checks of what a user hands to the engine; nothing is built or queued before they pass.
+
+T tokens, K top-k, E experts, H row width.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from .config import EPConfig
+from .errors import ConfigError, InputError, explain
+from .plan import Placement
+from .support import require
+
+
+def check_rows(cfg: EPConfig, x_TH: Tensor, tokens: int) -> None:
+    """Refuse rows of the wrong device, dtype or shape."""
+    require("device", x_TH.device.type, where="Engine: x_TH")
+    require("dtype", str(x_TH.dtype).removeprefix("torch."), where="Engine: x_TH")
+    expected = (tokens, cfg.hidden_size)
+    if tuple(x_TH.shape) != expected:
+        raise InputError(
+            explain("wrong shape", where="x_TH", expected=expected, got=tuple(x_TH.shape))
+        )
+    if x_TH.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            explain(
+                "the engine has no backward pass",
+                where="x_TH",
+                expected="no gradient",
+                got="requires_grad=True",
+                fix="call it under torch.no_grad(), or detach x",
+            )
+        )
+
+
+def check_routing(cfg: EPConfig, ids_TK: Tensor, weights_TK: Tensor) -> None:
+    """Refuse router output of the wrong device, dtype, shape or range."""
+    T, K, E = ids_TK.shape[0] if ids_TK.ndim else 0, cfg.top_k, cfg.num_experts
+    for name, tensor, dtypes in (
+        ("topk_ids_TK", ids_TK, (torch.int32, torch.int64)),
+        ("topk_weights_TK", weights_TK, (torch.float32,)),
+    ):
+        require("device", tensor.device.type, where=f"Engine: {name}")
+        if tensor.dtype not in dtypes:
+            raise InputError(
+                explain("wrong dtype", where=name, expected=f"one of {dtypes}", got=tensor.dtype)
+            )
+        if tuple(tensor.shape) != (T, K):
+            raise InputError(
+                explain("wrong shape", where=name, expected=f"(T, {K})", got=tuple(tensor.shape))
+            )
+    if cfg.max_tokens_per_rank < T:
+        raise InputError(
+            explain(
+                "more tokens than the buffers were built for",
+                where="topk_ids_TK",
+                expected=f"T <= max_tokens_per_rank = {cfg.max_tokens_per_rank}",
+                got=T,
+                fix="raise max_tokens_per_rank or split the batch",
+            )
+        )
+    if T and int(ids_TK.max()) >= E:
+        raise InputError(
+            explain(
+                "expert id out of range",
+                where="topk_ids_TK",
+                expected=f"ids < {E} (below zero: not routed)",
+                got=int(ids_TK.max()),
+            )
+        )
+    if not torch.isfinite(weights_TK[ids_TK >= 0]).all():
+        raise InputError(explain("a routed weight isn't finite", where="topk_weights_TK"))
+
+
+def resolve_placement(cfg: EPConfig, placement: Placement | Sequence[int] | None) -> Placement:
+    """Contiguous homes by default; a map must fit the config."""
+    if placement is None:
+        return Placement.contiguous(cfg.num_experts, cfg.ranks)
+    if not isinstance(placement, Placement):
+        placement = Placement.from_homes(placement, cfg.ranks)
+    if (placement.num_experts, placement.ranks) != (cfg.num_experts, cfg.ranks):
+        raise ConfigError(
+            explain(
+                "placement doesn't fit the config",
+                where="Engine",
+                expected=f"{cfg.num_experts} experts on {cfg.ranks} ranks",
+                got=f"{placement.num_experts} experts on {placement.ranks} ranks",
+            )
+        )
+    return placement
+
+
+def check_fit(cfg: EPConfig, group_size: int, theirs: EPConfig) -> None:
+    """Refuse a config that fits neither the group nor the experts (``theirs``)."""
+    if group_size != cfg.ranks:
+        raise ConfigError(
+            explain("wrong group size", where="Engine", expected=cfg.ranks, got=group_size)
+        )
+    for name in (
+        "num_experts",
+        "hidden_size",
+        "intermediate_size",
+        "weight_format",
+        "expert_bias",
+        "w13_rows",
+    ):
+        if getattr(theirs, name) != getattr(cfg, name):
+            raise ConfigError(
+                explain(
+                    f"the experts' {name} isn't the config's",
+                    where="Engine",
+                    expected=getattr(cfg, name),
+                    got=getattr(theirs, name),
+                )
+            )
