@@ -182,7 +182,7 @@ def _traces() -> dict[str, set[str]]:
         "processes": {str(p.pid) for p in me.children(recursive=True)},
         "descriptors": {str(i) for i in range(me.num_fds())},
         "shared memory": set(os.listdir("/dev/shm")) if os.path.isdir("/dev/shm") else set(),
-        "files": {n for n in names if n.startswith(("evenep", "pymp-"))},
+        "files": {n for n in names if n.startswith("evenep")},
     }
 
 

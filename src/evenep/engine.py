@@ -96,7 +96,7 @@ class Engine:
             timeout_s=cfg.timeout_s,
             lanes=cfg.in_flight,
             gather_words=gather_words(cfg.num_experts),
-            identity=self._identity(experts),
+            identity=self._identity(experts, hardware),
         )
         try:
             self.runner = make_runner(cfg)
@@ -232,13 +232,21 @@ class Engine:
         """
         if self._closed:
             raise StateError(explain("the engine is closed", where="Engine.reset"))
+        self.poison(StateError("reset() was called"))  # unless poisoned: peers hear of it
+        for step in self._steps:
+            if step is not None:
+                step.abandon()
         self.fetch_lane.close()
         self.transport.reset()
         self.fetch_lane = FetchLane()
         self.store.forget()
         self._steps = [None] * self.cfg.in_flight
+        try:
+            self._epoch = agreed_max(self.transport, self._epoch, Tag("reset"))
+        except BaseException as error:
+            self.transport.fail(error)
+            raise
         self._poison = None
-        self._epoch = agreed_max(self.transport, self._epoch, Tag("reset"))
 
     def close(self) -> None:
         """Release everything. Collective unless poisoned; calling it twice is fine."""
@@ -297,11 +305,11 @@ class Engine:
 
     # ---- planning
 
-    def _identity(self, experts: ExpertWeights) -> str:
+    def _identity(self, experts: ExpertWeights, hardware: Hardware | None) -> str:
         """Equal on ranks that may work together."""
         poison = self.settings.poison  # it adds a wait to every step
         homes, layers = self.placement.home_E.tolist(), list(experts.layers)
-        return repr([self.cfg.digest(), homes, layers, poison])
+        return repr([self.cfg.digest(), homes, layers, hardware, poison])
 
     def _measure_hardware(self, counts_RE: Tensor, layer: int, lane: int) -> Hardware:
         """Cost constants of this machine, planning included; the slowest rank's count. Collective.

@@ -111,7 +111,9 @@ class PeerError(TransportError):
         super().__init__(f"{text}: {detail}" if detail else text)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _rebuild_peer_error, (type(self), dict(self.__dict__))
+        fields = ("rank", "peer", "phase", "layer", "epoch", "detail")
+        made_of = {name: getattr(self, name) for name in fields}
+        return _rebuild_peer_error, (type(self), made_of), dict(self.__dict__)
 
 
 def _rebuild_peer_error(cls: type[PeerError], fields: dict[str, object]) -> PeerError:

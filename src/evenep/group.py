@@ -11,6 +11,7 @@ from torch.distributed import Store
 from .errors import AgreementError, BootstrapError, ConfigError, explain
 from .support import require
 from .transport import TRANSPORTS, Meeting, Tag, Transport
+from .transport.base import root_cause
 
 _MEET_S = 300.0  # ranks may load for minutes before they meet
 
@@ -35,7 +36,6 @@ class EPGroup:
         self._store, self._prefix = store, prefix
         self._connections = 0
         self._open: list[Transport] = []
-        self._meeting: Meeting | None = None
 
     @classmethod
     def from_torch(
@@ -80,20 +80,26 @@ class EPGroup:
             AgreementError: ranks came with different identities; says which, before anything
                 is shared whose layout could depend on them.
         """
-        prefix = f"{self._prefix}/{self._connections}"
+        meeting = self._seat(timeout_s)
         self._connections += 1
-        self._meeting = Meeting(self._store, self.rank, self.size, prefix, timeout_s)
-        _agree(self._meeting, identity)
-        made = TRANSPORTS[self.transport](self._meeting, lanes=lanes, gather_words=gather_words)
-        self._open.append(made)
+        try:
+            _agree(meeting, identity)
+            made = TRANSPORTS[self.transport](meeting, lanes=lanes, gather_words=gather_words)
+        except BaseException as error:
+            meeting.leave_word(root_cause(error, self.rank))
+            raise
+        self._open = [t for t in self._open if not t.closed] + [made]
         return made
+
+    def _seat(self, timeout_s: float) -> Meeting:
+        prefix = f"{self._prefix}/{self._connections}"
+        return Meeting(self._store, self.rank, self.size, prefix, timeout_s)
 
     def abort(self, error: BaseException) -> None:
         """Tell every peer that this rank stops here, on whatever is open. Never raises."""
         for transport in self._open:
             transport.fail(error)
-        if self._meeting is not None:
-            self._meeting.leave_word(self.rank, f"{type(error).__name__}: {error}")
+        self._seat(0.0).leave_word(root_cause(error, self.rank))  # for those who build the next
 
 
 def _agree(meeting: Meeting, identity: str) -> None:

@@ -12,6 +12,7 @@ import multiprocessing as mp
 import os
 import pickle
 import signal
+import socket
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -117,15 +118,20 @@ def _launch_threads(
         for thread in threads:
             thread.start()
         deadline = None if timeout_s is None else time.monotonic() + timeout_s
+        failed = False
         while any(t.is_alive() for t in threads):
             for thread in threads:
                 thread.join(0.01)
+            if not failed and any(not ok for ok, _ in list(outcomes.values())):
+                failed = True
+                grace_end = time.monotonic() + grace_s
+                deadline = grace_end if deadline is None else min(deadline, grace_end)
             if deadline is not None and time.monotonic() > deadline:
                 break
     finally:
         torch.set_num_threads(threads_before)
     for rank in range(ranks):
-        late = RankExit(f"rank {rank} did not finish within {timeout_s} s")
+        late = RankExit(f"rank {rank} did not finish in time; its thread is left to itself")
         outcomes.setdefault(rank, (False, late))
     return outcomes
 
@@ -140,9 +146,7 @@ def _launch_processes(
     timeout_s: float | None,
 ) -> Outcomes:
     context = _context()
-    store = dist.TCPStore(
-        "127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=60)
-    )
+    store = _store()
     pipes: dict[Connection, int] = {}
     processes = []
     try:
@@ -164,6 +168,25 @@ def _launch_processes(
             _end(process)
         for pipe in pipes:
             pipe.close()
+
+
+def _store() -> dist.TCPStore:
+    """The ranks' meeting place, on loopback only.
+
+    The server names each caller by reverse lookup, inside its only thread. An IPv4 socket of our
+    own makes callers 127.0.0.1, which hosts files know; by default they are ::ffff:127.0.0.1, and
+    a slow name server then stalls every rank for seconds.
+    """
+    listener = socket.create_server(("127.0.0.1", 0), backlog=1024)
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        timeout=timedelta(seconds=60),
+        master_listen_fd=listener.detach(),
+    )
 
 
 def _context() -> Any:
@@ -207,10 +230,20 @@ def _rank_main(
 def _pickled(kind: str, value: object) -> bytes:
     """Plain pickle: torch's own reducer would hand over file descriptors of a dying process."""
     try:
-        return pickle.dumps((kind, value))
+        made = pickle.dumps((kind, value))
+        if kind == "error":
+            pickle.loads(made)  # exceptions often can't be rebuilt from their arguments
+        return made
     except Exception as error:  # user objects can fail to pickle in any way
-        text = f"can't be sent to the launcher ({error}): {value!r}"
+        text = f"can't be sent to the launcher ({error}): {_shown(value)}"
         return pickle.dumps(("error", EvenEPError(text)))
+
+
+def _shown(value: object) -> str:
+    try:
+        return f"{type(value).__name__}: {value}" if isinstance(value, Exception) else repr(value)
+    except Exception:  # whatever a user's __repr__ may do
+        return type(value).__name__
 
 
 def _collect(
@@ -231,6 +264,9 @@ def _collect(
             except (EOFError, ConnectionResetError):
                 gone = RankExit(f"rank {rank}'s process ended without a result (killed?)")
                 kind, value = "error", gone
+            except Exception as error:  # user objects can fail to unpickle in any way
+                text = f"what rank {rank} sent can't be read: {type(error).__name__}: {error}"
+                kind, value = "error", EvenEPError(text)
             if kind == "event":
                 if on_event is not None:
                     on_event(rank, value)

@@ -167,6 +167,11 @@ class Step:
             )
         return self._arrived.rows_NH
 
+    def abandon(self) -> None:
+        """The step was lost in a reset; its lane is free for another."""
+        self.state = State.ENDED
+        self._arrived = None
+
     # ---- inside
 
     @property

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from ..errors import PeerError
+from ..errors import PeerDied, PeerError, PeerFailed, PeerTimeout
 
 PHASES = ("construct", "counts", "dispatch", "fetch", "combine", "reset", "close")
 
@@ -115,6 +115,7 @@ class Transport(ABC):
     size: int
     timeout_s: float
     lanes: int
+    closed: bool = False
 
     @abstractmethod
     def windows(self, specs: Sequence[WindowSpec]) -> list[Window]:
@@ -167,11 +168,28 @@ class Transport(ABC):
         """Release everything. Collective when ``orderly``; calling it twice is fine."""
 
 
-def root_cause(error: BaseException, rank: int) -> tuple[int, str]:
+KINDS: tuple[type[PeerError], ...] = (PeerFailed, PeerTimeout, PeerDied)
+GAVE_UP = "it gave up on this rank"
+
+
+@dataclass(frozen=True, slots=True)
+class Word:
+    """What a failed rank leaves for its peers: whom it blames, of what (in ``KINDS``), and why."""
+
+    blamed: int
+    kind: int
+    detail: str
+
+
+def root_cause(error: BaseException, rank: int) -> Word:
     """The rank to blame for an error of ``rank``, and the words for it.
 
     A rank that fails because a peer did passes the blame on, so that every survivor names the
-    rank where the trouble began.
+    rank where the trouble began. A rank that was given up by others blames itself.
     """
-    blamed = error.peer if isinstance(error, PeerError) else rank
-    return blamed, f"{type(error).__name__}: {error}"
+    detail = f"{type(error).__name__}: {error}"
+    if not isinstance(error, PeerError):
+        return Word(rank, KINDS.index(PeerFailed), detail)
+    if error.detail.startswith(GAVE_UP):
+        return Word(rank, KINDS.index(PeerTimeout), detail)
+    return Word(error.peer, KINDS.index(type(error)), detail)

@@ -5,7 +5,8 @@ Layout, all int64, one board for the whole group (rank r writes only its own row
     arrived  [lanes + 1, R]            number of the last wait each rank has reached on a lane;
                                        the last lane is for waits outside a step
     words    [lanes + 1, 2, R, W]      what each rank gathers, alternating between two pages
-    fault    [R, 4]                    0 fine | 1 failed | 2 closing, blamed rank, resets begun
+    fault    [R, 4]                    0 fine | 1 failed | 2 closing, blamed rank, of what,
+                                       and the generation in which this was said
     message  [R, 512] bytes            why, UTF-8
 
 Synchronisation pattern: *publish then count*. A rank writes data, then its ``arrived`` counter;
@@ -22,6 +23,8 @@ import threading
 
 import numpy as np
 from numpy.typing import NDArray
+
+from .base import Word
 
 FINE, FAILED, CLOSING = 0, 1, 2
 GENERATION = 2**32
@@ -65,33 +68,20 @@ class Board:
         late = self.arrived[lane] < count
         return np.flatnonzero(late).tolist() if late.any() else []
 
-    def set_fault(self, rank: int, state: int, blamed: int, detail: str) -> None:
-        """Raise this rank's flag."""
-        text = detail.encode()[: _MESSAGE_BYTES - 1]
+    def set_fault(self, rank: int, state: int, word: Word, generation: int) -> None:
+        """Raise this rank's flag for the rest of a generation."""
+        text = word.detail.encode()[: _MESSAGE_BYTES - 1]
         self.message[rank, : len(text)] = np.frombuffer(text, dtype=np.uint8)
         self.message[rank, len(text)] = 0
-        self.fault[rank, 1] = blamed
-        self.fence()
+        self.fault[rank, 1:3] = word.blamed, word.kind
         self.fault[rank, 0] = state
-
-    def read_fault(self, rank: int) -> tuple[int, int, str]:
-        """``(state, blamed rank, detail)`` of a rank."""
-        state = int(self.fault[rank, 0])
-        if state == FINE:
-            return FINE, rank, ""
-        text = self.message[rank].tobytes().split(b"\0", 1)[0].decode(errors="replace")
-        return state, int(self.fault[rank, 1]), text
-
-    def generation(self, rank: int) -> int:
-        """How many resets a rank has begun."""
-        return int(self.fault[rank, 2])
-
-    def latest_generation(self) -> int:
-        """The furthest any rank has come."""
-        return int(self.fault[:, 2].max())
-
-    def start_generation(self, rank: int, generation: int) -> None:
-        """Lower this rank's flag and enter a generation."""
-        self.fault[rank, 0] = FINE
         self.fence()
-        self.fault[rank, 2] = generation
+        self.fault[rank, 3] = generation
+
+    def read_fault(self, rank: int, generation: int) -> tuple[int, Word]:
+        """``(state, word)`` of a rank in a generation."""
+        if int(self.fault[rank, 3]) != generation or int(self.fault[rank, 0]) == FINE:
+            return FINE, Word(rank, 0, "")
+        text = self.message[rank].tobytes().split(b"\0", 1)[0].decode(errors="replace")
+        state, blamed, kind = self.fault[rank, :3].tolist()
+        return state, Word(blamed, kind, text)

@@ -11,6 +11,7 @@ a peer that doesn't come can be named.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -20,11 +21,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from ..errors import PeerDied, PeerError, PeerFailed, PeerTimeout
-from .base import Put, Tag, Transfer, Transport, Window, WindowSpec, root_cause
+from ..errors import BootstrapError, PeerDied, PeerError, PeerTimeout, explain
+from .base import PHASES, Put, Tag, Transfer, Transport, Window, WindowSpec, root_cause
 from .meeting import Meeting
 
-_WORD_PATIENCE_S = 2.0  # how long a broken connection waits for the peer's word of why
+_WORD_PATIENCE_S = 0.5  # how long a broken or silent connection waits for word of why
 
 
 class CollectiveTransport(Transport):
@@ -36,22 +37,27 @@ class CollectiveTransport(Transport):
         self._meeting = meeting
         self.rank, self.size, self.timeout_s = meeting.rank, meeting.size, meeting.timeout_s
         self.lanes = lanes
-        self._closed = False
         self._windows: list[Window] = []
         self._held: dict[int, list[Put]] = {}
-        self._generation = 0
         self._peers = [r for r in range(self.size) if r != self.rank]
-        self._open_groups()
+        self._open_groups(Tag("construct"))
 
-    def _open_groups(self) -> None:
+    def _open_groups(self, tag: Tag) -> None:
         """Two connections: steps in order on one, fetches on the other thread's."""
-        self._meeting.exchange("open", Tag("construct"))  # names a missing rank; gloo wouldn't
-        self._steps = self._new_group("steps")
-        self._fetches = self._new_group("fetches")
+        self._meeting.exchange("open", tag)  # names a missing rank; gloo wouldn't
+        try:
+            self._steps = self._new_group("steps")
+            self._fetches = self._new_group("fetches")
+        except RuntimeError as error:
+            self._meeting.exchange("not connected", tag)  # names a rank that died on the way
+            raise BootstrapError(
+                explain(f"ranks can't connect: {error}", where="transport 'collective'")
+            ) from error
+        self._meeting.exchange("connected", tag)
 
     def _new_group(self, use: str) -> Any:
         store = dist.PrefixStore(
-            f"{self._meeting.prefix}/{use}/{self._generation}", self._meeting.store
+            f"{self._meeting.prefix}/{use}/{self._meeting.generation}", self._meeting.store
         )
         return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout_s))
 
@@ -80,12 +86,15 @@ class CollectiveTransport(Transport):
         counts_RW = torch.zeros(self.size, len(self._windows), dtype=torch.int64)
         parts: list[list[Tensor]] = [[] for _ in range(self.size)]
         for index in used:
-            for put in (p for p in puts if p.window.index == index):
-                if put.peer == self.rank:
-                    put.window.local.index_copy_(0, put.rows, put.data)
+            mine = [p for p in puts if p.window.index == index]
+            for peer in sorted({p.peer for p in mine}):
+                rows = torch.cat([p.rows for p in mine if p.peer == peer])
+                data = torch.cat([p.data for p in mine if p.peer == peer])
+                if peer == self.rank:
+                    self._windows[index].local.index_copy_(0, rows, data)
                     continue
-                counts_RW[put.peer, index] += put.rows.numel()
-                parts[put.peer] += [_bytes(put.rows), _bytes(put.data)]
+                counts_RW[peer, index] = rows.numel()
+                parts[peer] += [_bytes(rows), _bytes(data)]
         incoming_RW = self._swap_sizes(counts_RW, tag)
         outgoing = [torch.cat(p) if p else torch.empty(0, dtype=torch.uint8) for p in parts]
         boxes = [torch.empty(self._message_bytes(c), dtype=torch.uint8) for c in incoming_RW]
@@ -113,11 +122,13 @@ class CollectiveTransport(Transport):
         for t in transfers:
             if t.source == self.rank:
                 row = _bytes(t.window.local[t.source_row])
-                send = self._start(t.dest, self._fetches.send, [row], t.dest, tag)
+                post = getattr(self._fetches, "send", None)
+                send = self._start(t.dest, post, [row], t.dest, tag)
                 pending.append((t.dest, send, row))
             elif t.dest == self.rank:
                 row = _bytes(t.window.local[t.dest_row])
-                recv = self._start(t.source, self._fetches.recv, [row], t.source, tag)
+                post = getattr(self._fetches, "recv", None)
+                recv = self._start(t.source, post, [row], t.source, tag)
                 pending.append((t.source, recv, row))
         self._finish(pending, tag)
 
@@ -128,30 +139,42 @@ class CollectiveTransport(Transport):
         self._swap([word] * self.size, [torch.empty_like(word) for _ in range(self.size)], tag)
 
     def fail(self, error: BaseException) -> None:
-        if not self._closed:
-            self._meeting.leave_word(*root_cause(error, self.rank))
-            self._drop_groups()  # peers that wait for this rank wake up and read the word
+        if not self.closed:
+            self._meeting.leave_word(root_cause(error, self.rank))
+            self._hang_up()  # peers that wait for this rank wake up and read the word
 
     def reset(self) -> None:
-        self._drop_groups()
+        self._hang_up()
         self._held.clear()
-        self._generation += 1
-        self._meeting.take_back_word()
-        self._meeting.exchange("reset", Tag("reset"))
-        self._open_groups()
+        self._meeting.regroup(Tag("reset"))
+        self._open_groups(Tag("reset"))
 
     def close(self, *, orderly: bool = True) -> None:
-        if self._closed:
+        if self.closed:
             return
         try:
             if orderly:
                 self.barrier(Tag("close"))
         finally:
-            self._closed = True
+            self.closed = True
             self._drop_groups()
+            self._windows, self._held = [], {}
 
     def _drop_groups(self) -> None:
         self._steps = self._fetches = None
+
+    def _hang_up(self) -> None:
+        """Close every connection now, whoever still holds the groups (tracebacks, the fetch lane).
+
+        Gloo has no call for it, but closes all connections of a group when one wait runs out of
+        time: so wait a moment for a message that nobody sends.
+        """
+        nothing = torch.empty(1, dtype=torch.uint8)
+        for group in (self._steps, self._fetches):
+            for peer in self._peers if group is not None else ():
+                with contextlib.suppress(RuntimeError):
+                    group.recv([nothing], peer, len(PHASES)).wait(timedelta(milliseconds=1))
+        self._drop_groups()
 
     # ---- messages
 
@@ -194,7 +217,7 @@ class CollectiveTransport(Transport):
     ) -> Any:
         try:
             assert post is not None, "the connection was dropped"
-            return post(tensors, to, 0)
+            return post(tensors, to, PHASES.index(tag.phase))  # other calls' messages can't match
         except (RuntimeError, AssertionError) as error:
             raise self._blame(peer, error, tag) from error
 
@@ -211,23 +234,15 @@ class CollectiveTransport(Transport):
     def _blame(self, peer: int, error: BaseException, tag: Tag) -> PeerError:
         """Who is behind a broken or silent connection: the peer, or whom the peer blames."""
         silent = "imed out" in str(error)
-        deadline = time.monotonic() + (0 if silent else _WORD_PATIENCE_S)
+        deadline = time.monotonic() + min(_WORD_PATIENCE_S, self.timeout_s / 4)
         while True:
             for rank in [peer, *(p for p in self._peers if p != peer)]:
-                word = self._meeting.report(rank)
-                if word is None:
-                    continue
-                blamed, detail = word
-                if blamed == self.rank:
-                    detail = f"it gave up on this rank: {detail}"
-                    return tag.error(PeerFailed, self.rank, rank, detail)
-                kind: type[PeerError] = PeerFailed if blamed == rank else PeerTimeout
-                if "PeerDied" in detail:
-                    kind = PeerDied
-                return tag.error(kind, self.rank, blamed, f"reported by rank {rank}: {detail}")
+                known = self._meeting.trouble(rank, tag)
+                if known is not None:
+                    return known
             if time.monotonic() >= deadline:
                 break
-            time.sleep(0.05)
+            time.sleep(0.02)
         if silent:
             return tag.error(PeerTimeout, self.rank, peer, f"waited {self.timeout_s:g} s: {error}")
         return tag.error(PeerDied, self.rank, peer, f"its connection is gone: {error}")

@@ -1,19 +1,26 @@
 """How ranks meet: small byte strings exchanged through a torch.distributed store, by name.
 
 The store is whatever bootstrapped the job (torchrun's TCP store, the launcher's, a hash table for
-threads). It is used at construction and to leave word of failures, never inside a step.
+threads). It is used at construction, at a reset and to leave word of failures, never inside a step.
+
+A *generation* is the time between two resets. Words and exchanges belong to one, so nothing has to
+be taken back. Ranks may give up on a reset at different times and try again, so each attempt has
+one verdict, ``go`` or ``void`` (and for whose sake), and the store's atomic counter lets exactly
+one rank write it: one that runs out of patience leaves with the others if their ``go`` came first.
 """
 
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 
 from torch.distributed import Store
 
-from ..errors import PeerFailed, PeerTimeout
-from .base import Tag
+from ..errors import PeerDied, PeerError, PeerFailed, PeerTimeout
+from .base import GAVE_UP, KINDS, Tag, Word
 
-_NAP_S, _LONGEST_NAP_S = 1e-3, 20e-3
+_NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
+_CHECKUP_S = 0.05  # how often a waiting rank looks for word of a failure
 
 
 class Meeting:
@@ -24,56 +31,143 @@ class Meeting:
         rank, size: this rank and how many.
         prefix: keeps this meeting's keys apart; equal on all ranks, unused before.
         timeout_s: deadline of an exchange.
+
+    Attributes:
+        generation: resets so far; equal on all ranks.
+        gone: whether a peer is known to have died; transports that can tell replace it.
     """
 
     def __init__(self, store: Store, rank: int, size: int, prefix: str, timeout_s: float) -> None:
         self.store, self.rank, self.size = store, rank, size
         self.prefix, self.timeout_s = prefix, timeout_s
-        self._exchanges = 0
+        self.generation, self._tried, self._exchanges = 0, 0, 0
+        self.gone: Callable[[int], bool] = lambda peer: False
 
     def exchange(self, payload: str, tag: Tag) -> list[str]:
         """Everyone's payload, by rank. Collective.
 
         Raises:
-            PeerTimeout, PeerFailed: names the rank that never came, or that said it failed.
+            PeerError: names the rank that never came, died, or that said it failed.
         """
-        name = f"{self.prefix}/{self._exchanges}"
+        name = f"{self.prefix}/{self.generation}/{self._exchanges}"
         self._exchanges += 1
         self.store.set(f"{name}/{self.rank}", payload)
         deadline = time.monotonic() + self.timeout_s
         return [self._get(f"{name}/{peer}", peer, tag, deadline) for peer in range(self.size)]
 
     def _get(self, key: str, peer: int, tag: Tag, deadline: float) -> str:
-        nap = _NAP_S
-        while not self.store.check([key]):  # polled: a store's own wait can't look for failures
-            report = self.report(peer)
-            if report is not None:
-                raise tag.error(PeerFailed, self.rank, *report)
-            if time.monotonic() > deadline:
+        for checkup in _looks():
+            # Ask, never wait: a store's timed wait is answered late by a busy server.
+            if self.store.check([key]):
+                return bytes(self.store.get(key)).decode()
+            if not checkup:
+                continue
+            error = self.trouble(peer, tag)
+            if error is None and time.monotonic() > deadline:
                 detail = f"no word within {self.timeout_s:g} s"
-                raise tag.error(PeerTimeout, self.rank, peer, detail)
-            time.sleep(nap)
-            nap = min(2 * nap, _LONGEST_NAP_S)
-        return bytes(self.store.get(key)).decode()
+                error = tag.error(PeerTimeout, self.rank, peer, detail)
+            if error is not None and not self.store.check([key]):
+                raise error
+        raise AssertionError("unreachable")
 
-    def leave_word(self, blamed: int, detail: str) -> None:
+    def trouble(self, peer: int, tag: Tag) -> PeerError | None:
+        """Why a peer will not come, if that is known."""
+        word = self.report(peer)
+        if word is None:
+            return tag.error(PeerDied, self.rank, peer, "it is gone") if self.gone(peer) else None
+        if word.blamed == self.rank:
+            return tag.error(PeerFailed, self.rank, peer, f"{GAVE_UP}: {word.detail}")
+        detail = f"reported by rank {peer}: {word.detail}"
+        return tag.error(KINDS[word.kind], self.rank, word.blamed, detail)
+
+    # ---- word of failures
+
+    def leave_word(self, word: Word) -> None:
         """Say that this rank has failed and whom it blames. Never raises."""
         try:
-            self.store.set(f"{self.prefix}/fault/{self.rank}", f"{blamed}\n{detail}")
+            key = f"{self.prefix}/fault/{self.generation}/{self.rank}"
+            self.store.set(key, f"{word.blamed} {word.kind}\n{word.detail}")
         except RuntimeError:
             return  # the store died with its host; peers learn it from the wire
 
-    def take_back_word(self) -> None:
-        """Forget what this rank left, at a reset."""
-        self.store.delete_key(f"{self.prefix}/fault/{self.rank}")
-
-    def report(self, peer: int) -> tuple[int, str] | None:
-        """``(blamed rank, detail)`` if the peer left word of a failure."""
-        key = f"{self.prefix}/fault/{peer}"
+    def report(self, peer: int) -> Word | None:
+        """What the peer left of a failure in this generation."""
+        key = f"{self.prefix}/fault/{self.generation}/{peer}"
         try:
             if not self.store.check([key]):
                 return None
-            blamed, _, detail = bytes(self.store.get(key)).decode().partition("\n")
+            head, _, detail = bytes(self.store.get(key)).decode().partition("\n")
         except RuntimeError:
             return None
-        return int(blamed), detail
+        blamed, kind = map(int, head.split())
+        return Word(blamed, kind, detail)
+
+    # ---- resets
+
+    def regroup(self, tag: Tag) -> None:
+        """Enter a new generation together, or not at all. Collective.
+
+        Raises:
+            PeerError: names a rank that died or didn't come; call again to try again.
+        """
+        deadline = time.monotonic() + self.timeout_s
+        attempt, absent = self._join(max(self.generation, self._tried) + 1), -1
+        for checkup in _looks():
+            verdict = self._verdict(attempt)
+            if verdict.startswith("void"):
+                absent = int(verdict.split()[1])  # the ranks that gave up will try again
+                attempt = self._join(attempt + 1)
+                continue
+            missing = [] if verdict else self._missing(attempt)
+            error = None
+            if checkup and missing:
+                dead = next((p for p in missing if self.gone(p)), None)
+                if dead is not None:
+                    error = tag.error(PeerDied, self.rank, dead, "it is gone")
+                elif time.monotonic() > deadline:
+                    detail = f"it did not call reset() within {self.timeout_s:g} s"
+                    peer = absent if absent in missing else missing[0]
+                    error = tag.error(PeerTimeout, self.rank, peer, detail)
+            if error is not None:
+                verdict = self._decide(attempt, f"void {error.peer}")
+                if verdict != "go":
+                    raise error
+            if not missing and not verdict:
+                verdict = self._decide(attempt, "go")
+            if verdict == "go":
+                self.generation, self._exchanges = attempt, 0
+                return
+
+    def _join(self, attempt: int) -> int:
+        """Take part in the first attempt from this one on that nobody has given up."""
+        while self._verdict(attempt).startswith("void"):
+            attempt += 1
+        self._tried = attempt
+        self.store.set(f"{self.prefix}/reset/{attempt}/{self.rank}", "here")
+        return attempt
+
+    def _missing(self, attempt: int) -> list[int]:
+        key = f"{self.prefix}/reset/{attempt}"
+        return [r for r in range(self.size) if not self.store.check([f"{key}/{r}"])]
+
+    def _verdict(self, attempt: int) -> str:
+        key = f"{self.prefix}/reset/{attempt}/verdict"
+        return bytes(self.store.get(key)).decode() if self.store.check([key]) else ""
+
+    def _decide(self, attempt: int, verdict: str) -> str:
+        """Write the attempt's verdict unless another rank was first; the one that holds."""
+        if self.store.add(f"{self.prefix}/reset/{attempt}/deciders", 1) == 1:
+            self.store.set(f"{self.prefix}/reset/{attempt}/verdict", verdict)
+        return self._verdict(attempt)  # empty for the moment the first one takes to write it
+
+
+def _looks() -> Iterator[bool]:
+    """Naps between looks, longer and longer; True when it is time to ask after the peers."""
+    nap, checkup = _NAP_S, time.monotonic() + _CHECKUP_S
+    while True:
+        now = time.monotonic()
+        yield now >= checkup
+        if now >= checkup:
+            checkup = now + _CHECKUP_S
+        time.sleep(nap)
+        nap = min(nap * 1.5, _LONGEST_NAP_S)

@@ -13,7 +13,18 @@ import torch
 from torch import Tensor
 
 from ..errors import PeerDied, PeerError, PeerFailed, PeerTimeout
-from .base import Put, Tag, Transfer, Transport, Window, WindowSpec, root_cause
+from .base import (
+    GAVE_UP,
+    KINDS,
+    Put,
+    Tag,
+    Transfer,
+    Transport,
+    Window,
+    WindowSpec,
+    Word,
+    root_cause,
+)
 from .board import CLOSING, FAILED, GENERATION, Board, board_bytes
 from .meeting import Meeting
 
@@ -30,9 +41,8 @@ class MemoryTransport(Transport):
         self._meeting = meeting
         self.rank, self.size, self.timeout_s = meeting.rank, meeting.size, meeting.timeout_s
         self.lanes = lanes
-        self._closed = False
+        meeting.gone = lambda peer: self._life(peer) == "dead"
         self._windows = 0
-        self._generation = 0
         self._counts = [0] * (lanes + 1)
         self._gathers = [0] * (lanes + 1)
         nbytes = board_bytes(self.size, lanes, gather_words)
@@ -107,44 +117,32 @@ class MemoryTransport(Transport):
         self._wait(tag, self.lanes)
 
     def fail(self, error: BaseException) -> None:
-        if not self._closed:
-            blamed, detail = root_cause(error, self.rank)
-            self._board.set_fault(self.rank, FAILED, blamed, detail)
-            self._meeting.leave_word(blamed, detail)
+        if not self.closed:
+            word = root_cause(error, self.rank)
+            self._board.set_fault(self.rank, FAILED, word, self._meeting.generation)
+            self._meeting.leave_word(word)
 
     def reset(self) -> None:
-        # Ranks may have tried a different number of times: all meet in the latest generation.
-        target = max(self._generation + 1, self._board.latest_generation())
-        while target > self._generation:
-            self._generation = target
-            self._meeting.take_back_word()
-            self._board.start_generation(self.rank, target)
-            self._counts = [target * GENERATION] * (self.lanes + 1)
-            self._gathers = [0] * (self.lanes + 1)
-            self._wait(Tag("reset"), self.lanes, forgive=True)
-            target = self._board.latest_generation()
+        self._meeting.regroup(Tag("reset"))
+        self._counts = [self._meeting.generation * GENERATION] * (self.lanes + 1)
+        self._gathers = [0] * (self.lanes + 1)
 
     def close(self, *, orderly: bool = True) -> None:
-        if self._closed:
+        if self.closed:
             return
         try:
             if orderly:
-                self._board.set_fault(self.rank, CLOSING, self.rank, "closed its engine")
+                word = Word(self.rank, KINDS.index(PeerFailed), "closed its engine")
+                self._board.set_fault(self.rank, CLOSING, word, self._meeting.generation)
                 self._wait(Tag("close"), self.lanes)
         finally:
-            self._closed = True
-            self._release()
-
-    def _release(self) -> None:
-        """Let go of memory; views held by callers keep theirs alive until they go."""
+            self.closed = True
+            del self._board  # its memory goes; windows live as long as callers hold views
 
     # ---- waiting
 
-    def _wait(self, tag: Tag, lane: int, *, forgive: bool = False) -> None:
-        """Arrive at this lane's next wait and stay until every rank has.
-
-        ``forgive``: peers' failure flags are from before a reset they have yet to join.
-        """
+    def _wait(self, tag: Tag, lane: int) -> None:
+        """Arrive at this lane's next wait and stay until every rank has."""
         self._counts[lane] += 1
         count = self._counts[lane]
         self._board.arrive(lane, self.rank, count)
@@ -161,27 +159,21 @@ class MemoryTransport(Transport):
             if now >= checkup:
                 checkup = now + _CHECKUP_S
                 late = now - start > self.timeout_s
-                error = self._diagnose(missing, tag, late=late, forgive=forgive)
+                error = self._diagnose(missing, tag, late=late)
                 # A peer may have arrived and left in good order since ``missing`` was read.
                 if error is not None and self._board.missing(lane, count):
                     raise error
         self._board.fence()
 
-    def _diagnose(
-        self, missing: Sequence[int], tag: Tag, *, late: bool, forgive: bool
-    ) -> PeerError | None:
+    def _diagnose(self, missing: Sequence[int], tag: Tag, *, late: bool) -> PeerError | None:
         """What keeps the missing ranks, root cause first; None while there is still hope."""
-        for peer in missing if not forgive else ():
-            state, blamed, detail = self._board.read_fault(peer)
-            if self._board.generation(peer) > self._generation:
-                detail = "it gave up on this step and waits in reset()"
-                return tag.error(PeerFailed, self.rank, peer, detail)
-            if state == FAILED and blamed == self.rank:
-                return tag.error(PeerFailed, self.rank, peer, f"it gave up on this rank: {detail}")
+        for peer in missing:
+            state, word = self._board.read_fault(peer, self._meeting.generation)
+            if state == FAILED and word.blamed == self.rank:
+                return tag.error(PeerFailed, self.rank, peer, f"{GAVE_UP}: {word.detail}")
             if state == FAILED:
-                dead = blamed != peer and self._life(blamed) == "dead"
-                kind = PeerDied if dead else PeerFailed if blamed == peer else PeerTimeout
-                return tag.error(kind, self.rank, blamed, f"reported by rank {peer}: {detail}")
+                detail = f"reported by rank {peer}: {word.detail}"
+                return tag.error(KINDS[word.kind], self.rank, word.blamed, detail)
             if state == CLOSING and tag.phase != "close":
                 detail = "it closed its engine while others are in a step"
                 return tag.error(PeerFailed, self.rank, peer, detail)
@@ -189,7 +181,9 @@ class MemoryTransport(Transport):
             if self._life(peer) == "dead":
                 return tag.error(PeerDied, self.rank, peer, "its process is gone")
         if late:
-            states = ", ".join(f"rank {p} is {self._life(p)}" for p in missing)
+            lives = {p: self._life(p) for p in missing}
+            states = ", ".join(f"rank {p} is {life}" for p, life in lives.items())
             detail = f"waited {self.timeout_s:g} s; {states}"
-            return tag.error(PeerTimeout, self.rank, missing[0], detail)
+            worst = min(missing, key=lambda p: lives[p] == "running")  # a stopped rank, if any
+            return tag.error(PeerTimeout, self.rank, worst, detail)
         return None

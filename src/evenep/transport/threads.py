@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import uuid
 
 import torch
 from torch import Tensor
@@ -21,22 +22,25 @@ class ThreadsTransport(MemoryTransport):
     name = "threads"
 
     def __init__(self, meeting: Meeting, *, lanes: int, gather_words: int) -> None:
-        self._shares = 0
-        self._seat = f"{meeting.prefix}/thread"
-        _threads[f"{self._seat}/{meeting.rank}"] = threading.current_thread()
-        meeting.exchange("here", Tag("construct"))
-        self._peers = [_threads[f"{self._seat}/{r}"] for r in range(meeting.size)]
+        seat = uuid.uuid4().hex  # groups with stores of their own may use equal names
+        _threads[seat] = threading.current_thread()
+        try:
+            seats = meeting.exchange(seat, Tag("construct"))
+            self._peers = [_threads[s] for s in seats]
+            meeting.exchange("seated", Tag("construct"))
+        finally:
+            del _threads[seat]
         super().__init__(meeting, lanes=lanes, gather_words=gather_words)
-        del _threads[f"{self._seat}/{meeting.rank}"]
 
     def _share(self, nbytes: int) -> list[Tensor]:
-        name = f"{self._seat}/{self._shares}"
-        self._shares += 1
-        _shared[f"{name}/{self.rank}"] = torch.zeros(nbytes, dtype=torch.uint8)
-        self._meeting.exchange("made", Tag("construct"))
-        memories = [_shared[f"{name}/{r}"] for r in range(self.size)]
-        self._meeting.exchange("taken", Tag("construct"))
-        del _shared[f"{name}/{self.rank}"]
+        name = uuid.uuid4().hex
+        _shared[name] = torch.zeros(nbytes, dtype=torch.uint8)
+        try:
+            names = self._meeting.exchange(name, Tag("construct"))
+            memories = [_shared[n] for n in names]
+            self._meeting.exchange("taken", Tag("construct"))
+        finally:
+            del _shared[name]
         return memories
 
     def _life(self, peer: int) -> str:
