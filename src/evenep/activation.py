@@ -7,6 +7,7 @@ Only the description lives here; ``evenep.experts.activations`` computes it.
 from __future__ import annotations
 
 import dataclasses
+import math
 from dataclasses import dataclass
 
 from .errors import ConfigError, explain
@@ -24,6 +25,10 @@ KINDS: dict[str, tuple[str, tuple[str, ...], bool]] = {
     "situ": ("b * tanh(g / b) * sigmoid(g) * lb * tanh(u / lb)", ("beta", "linear_beta"), True),
     "relu2": ("relu(u) ** 2, no gate", (), False),
 }
+
+
+def _is_positive(value: object) -> bool:
+    return isinstance(value, (int, float)) and 0 < value < math.inf
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,11 +49,11 @@ class Activation:
         needed = KINDS[self.kind][1]
         for f in dataclasses.fields(self)[1:]:
             value = getattr(self, f.name)
-            if f.name in needed and not (isinstance(value, (int, float)) and value > 0):
+            if f.name in needed and not _is_positive(value):
                 raise ConfigError(
                     explain(
                         f"activation '{self.kind}' needs {f.name}",
-                        expected="a positive number",
+                        expected="a positive finite number",
                         got=value,
                     )
                 )

@@ -95,8 +95,9 @@ class EPConfig:
         self._require_int("decode_cache_bytes", at_least=0)
         self._require_int("gate_up_interleave", at_least=0)
         self._require(self.top_k <= self.num_experts, "top_k", f"<= num_experts {self.num_experts}")
-        self._require(0 <= self.epsilon <= 1, "epsilon", "a fraction in [0, 1]")
-        self._require(self.timeout_s > 0, "timeout_s", "a positive number of seconds")
+        self._require(_is_number(self.epsilon, 0, 1), "epsilon", "a fraction in [0, 1]")
+        positive = _is_number(self.timeout_s, 0, math.inf) and self.timeout_s > 0
+        self._require(positive, "timeout_s", "a positive number of seconds")
         self._require(self.reduction in REDUCTIONS, "reduction", f"one of {REDUCTIONS}")
         self._require(
             self.route_weight in ROUTE_WEIGHT_PLACES,
@@ -113,6 +114,9 @@ class EPConfig:
         )
         if isinstance(self.activation, str):
             object.__setattr__(self, "activation", Activation(self.activation))
+        self._require(
+            isinstance(self.activation, Activation), "activation", "an Activation or a kind's name"
+        )
         if self.slots_per_rank is None:
             object.__setattr__(self, "slots_per_rank", self._default_slots())
         self._require_int("slots_per_rank", at_least=0)
@@ -171,3 +175,7 @@ class EPConfig:
     def digest(self) -> str:
         """SHA-256 over every field: ranks compare it at start-up (C1)."""
         return hashlib.sha256(json.dumps(self.to_dict(), sort_keys=True).encode()).hexdigest()
+
+
+def _is_number(value: object, low: float, high: float) -> bool:
+    return isinstance(value, (int, float)) and low <= value <= high

@@ -11,16 +11,18 @@
 
 from __future__ import annotations
 
+_ABSENT = object()  # None is something one can get
+
 
 def explain(
-    what: str, *, where: str = "", expected: object = None, got: object = None, fix: str = ""
+    what: str, *, where: str = "", expected: object = None, got: object = _ABSENT, fix: str = ""
 ) -> str:
     """Compose the house's error text: ``where: what (expected …, got …). Fix: …``."""
     text = f"{where}: {what}" if where else what
     facts = []
     if expected is not None:
         facts.append(f"expected {expected}")
-    if got is not None:
+    if got is not _ABSENT:
         facts.append(f"got {got}")
     if facts:
         text += f" ({', '.join(facts)})"

@@ -8,6 +8,7 @@ alternating order, so that both are measured side by side in one run.
 
 from __future__ import annotations
 
+import math
 import os
 import platform
 import statistics
@@ -121,13 +122,16 @@ def _choices(spec: SessionSpec) -> dict[str, Any]:
 def _rank_session(group: EPGroup, spec: SessionSpec) -> dict[str, Any]:
     """One rank's part; runs in the rank's process."""
     weights = checkpoint_weights(Path(spec.checkpoint), layers=spec.layers, **_choices(spec))
-    with Engine(weights.cfg, group, weights, progress=lambda n: report(("load", n))) as engine:
-        return _Session(engine, group, spec).run()
+    # Every step also runs under static: buffers must hold what any policy may put on a rank.
+    cfg = weights.cfg.replace(policy="auto")
+    with Engine(cfg, group, weights, progress=lambda n: report(("load", n))) as engine:
+        return _Session(engine, group, spec, weights.cfg.policy).run()
 
 
 class _Session:
-    def __init__(self, engine: Engine, group: EPGroup, spec: SessionSpec) -> None:
+    def __init__(self, engine: Engine, group: EPGroup, spec: SessionSpec, policy: str) -> None:
         self.engine, self.rank, self.spec = engine, group.rank, spec
+        self.policies = {"asked": policy, "static": "static"}
         self.blocks = {
             layer: load_block_weights(spec.checkpoint, layer) for layer in engine.store.layers
         }
@@ -181,7 +185,7 @@ class _Session:
         *,
         check: bool,
     ) -> tuple[Tensor, _Timed]:
-        policy = "static" if variant == "static" else None
+        policy = self.policies[variant]
         layer = weights.layer
 
         def experts(z_TD: Tensor, ids: Tensor, route_weights: Tensor) -> Tensor:
@@ -210,7 +214,9 @@ class _Session:
         same = want_ids.long().sort(1).values.equal(ids_TK[:n].long().sort(1).values)
         self.same_experts = self.same_experts and same
         want_nD = oracle.routed(oracle.latent(x_nH), want_ids, weights_nK)
-        self.worst = max(self.worst, relative_l2(routed_TD[:n].float(), want_nD))
+        distance = relative_l2(routed_TD[:n].float(), want_nD)
+        # Nothing compares with NaN, so that max() would forget it.
+        self.worst = max(self.worst, math.inf if math.isnan(distance) else distance)
 
 
 def _norm_weight(weights: BlockWeights) -> Tensor:

@@ -52,6 +52,16 @@ class Workload:
             raise ConfigError(
                 explain("unknown workload", expected=f"one of {NAMES}", got=self.name)
             )
+        for size, least in (("num_experts", 1), ("top_k", 1), ("ranks", 1), ("seed", 0)):
+            if getattr(self, size) < least:
+                raise ConfigError(
+                    explain(
+                        f"bad {size}",
+                        where="Workload",
+                        expected=f">= {least}",
+                        got=getattr(self, size),
+                    )
+                )
         active = int(np.isfinite(self.log_popularity(0)).sum())
         if active < self.top_k:
             raise ConfigError(

@@ -6,6 +6,7 @@ import sys
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 from ..errors import EvenEPError
 from .inspect import inspect
@@ -29,5 +30,6 @@ def main() -> None:
     try:
         app()
     except EvenEPError as error:
-        Console(stderr=True).print(f"[red]{type(error).__name__}[/red]: {error}", highlight=False)
+        text = f"[red]{type(error).__name__}[/red]: {escape(str(error))}"
+        Console(stderr=True).print(text, highlight=False)
         sys.exit(EXIT_ERROR)

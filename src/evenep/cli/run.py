@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -58,6 +59,10 @@ def run(
 
     Exits with 1 when the result is outside the oracle's numerical class.
     """
+    if json_file is not None and not json_file.parent.is_dir():
+        raise ConfigError(
+            explain("bad --json", expected="a file in an existing directory", got=json_file)
+        )
     console = Console()
     if checkpoint is None:
         checkpoint = _default_fixture(console, seed)
@@ -86,11 +91,14 @@ def run(
 def _layers(text: str | None) -> tuple[int, ...] | None:
     if text is None:
         return None
-    try:
-        spans = [part.split("-") for part in text.split(",")]
-        return tuple(n for s in spans for n in range(int(s[0]), int(s[-1]) + 1))
-    except ValueError as error:
-        raise ConfigError(explain("bad --layers", expected="1,2 or 1-3", got=text)) from error
+    layers: list[int] = []
+    for part in text.split(","):
+        span = re.fullmatch(r"\s*(\d+)\s*(?:-\s*(\d+)\s*)?", part)
+        numbers = range(int(span[1]), int(span[2] or span[1]) + 1) if span else range(0)
+        if not numbers:
+            raise ConfigError(explain("bad --layers", expected="1,2 or 1-3", got=text))
+        layers += numbers
+    return tuple(layers)
 
 
 def _slots(checkpoint: Path, ranks: int, slots: int | None) -> dict[str, int]:

@@ -69,7 +69,8 @@ def split_gate_up(h_NW: Tensor, order: str, interleave: int) -> tuple[Tensor, Te
     Example: 2 I = 4, g = 1, gate first: columns ``g0 u0 g1 u1`` give gate ``g0 g1``.
     """
     if interleave:
-        parts = h_NW.view(h_NW.shape[0], -1, 2, interleave)
+        N, W = h_NW.shape
+        parts = h_NW.view(N, W // (2 * interleave), 2, interleave)
         first, second = parts[:, :, 0].flatten(1), parts[:, :, 1].flatten(1)
     else:
         first, second = h_NW.chunk(2, dim=1)

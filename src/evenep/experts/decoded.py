@@ -47,10 +47,12 @@ class DecodedCache:
         return weights
 
     def _make_room(self, size: int) -> bool:
+        if size > self.limit_bytes:
+            return False
         while self.nbytes + size > self.limit_bytes and self._entries:
             oldest, (_, freed, last) = next(iter(self._entries.items()))
             if self._passes.get(oldest.layer, 0) - last < 2:
                 return False
             del self._entries[oldest]
             self.nbytes -= freed
-        return self.nbytes + size <= self.limit_bytes
+        return True

@@ -91,9 +91,8 @@ class _RandomWeights(ExpertWeights):
     ) -> None:
         fmt = format_of(self.cfg)
         for expert, tensors in zip(experts, rows, strict=True):
-            generator = torch.Generator().manual_seed(
-                (self._seed * 1_000_003 + layer) * 1_000_003 + expert
-            )
+            stream = (self._seed * 1_000_003 + layer) * 1_000_003 + expert
+            generator = torch.Generator().manual_seed(stream % 2**63)
             fmt.fill_random(tensors, generator)
             for name in ("w13_bias", "w2_bias"):
                 if name in tensors:
