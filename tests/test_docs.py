@@ -41,7 +41,8 @@ def test_files_and_names_that_docs_mention_exist(page: Path) -> None:
     text = page.read_text()
     for path in re.findall(r"`((?:tests|docs|src)/[\w/.]+)`", text):
         assert (ROOT / path).exists(), path
-    for path in re.findall(r"`((?:plan|transport|experts|exchange|weights|formats)/[\w/.]*)`", text):
+    rooms = "plan|transport|experts|exchange|weights|formats"
+    for path in re.findall(rf"`((?:{rooms})/[\w/.]*)`", text):
         if "NAME" not in path:
             assert (ROOT / "src/evenep" / path).exists(), path
 

@@ -6,10 +6,29 @@ import ast
 from pathlib import Path
 
 SRC = Path(__file__).parent.parent / "src" / "evenep"
-ORDER = (
-    "errors activation settings support config formats plan transport group launch "
-    "agreement weights checks exchange experts observe step engine models bench cli"
-).split()
+ORDER = [
+    "errors",
+    "activation",
+    "settings",
+    "support",
+    "config",
+    "formats",
+    "plan",
+    "transport",
+    "group",
+    "launch",
+    "agreement",
+    "weights",
+    "checks",
+    "exchange",
+    "experts",
+    "observe",
+    "step",
+    "engine",
+    "models",
+    "bench",
+    "cli",
+]
 # (from, to): imported inside a function or for types only, so that nothing runs at import.
 DEFERRED = {("config", "support"), ("support", "config"), ("weights", "models"), ("step", "engine")}
 

@@ -214,16 +214,17 @@ def _rank_main(
     torch.set_num_threads(_threads_per_rank(ranks))
     lock = threading.Lock()
 
-    def send(kind: str, value: object) -> None:
+    def send(packet: bytes) -> None:
         with lock:
-            pipe.send_bytes(_pickled(kind, value))
+            pipe.send_bytes(packet)
 
-    _reporters.send = lambda message: send("event", message)
+    # What a rank reports must pickle: an error there is the rank's own, where it can be seen.
+    _reporters.send = lambda message: send(pickle.dumps(("event", message)))
     store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
     group = EPGroup(store, rank, ranks, transport=transport)
     ok, value = _call(fn, group, args)
     with contextlib.suppress(BrokenPipeError):  # the launcher is gone: nobody to tell
-        send("result" if ok else "error", value)
+        send(_pickled("result" if ok else "error", value))
     pipe.close()
 
 

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..engine import Engine
+from ..errors import ConfigError, explain
 from ..group import EPGroup
 from ..launch import launch, report
 from ..models.kimi_k3 import BlockWeights, KimiK3MoE, checkpoint_weights, load_block_weights
@@ -80,6 +81,8 @@ def run_session(
     Raises:
         LaunchError, CheckpointError, ConfigError: nothing was measured.
     """
+    if spec.prefill * spec.prefills + spec.batch * spec.decode == 0:
+        raise ConfigError(explain("nothing to run", where="session", fix="ask for some tokens"))
     cfg = checkpoint_weights(Path(spec.checkpoint), layers=spec.layers, **_choices(spec)).cfg
     outcomes = launch(_rank_session, spec.ranks, spec.transport, (spec,), on_event=on_event)
     worst = max(o["worst"] for o in outcomes)

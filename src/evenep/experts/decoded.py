@@ -13,11 +13,11 @@ Decoded = tuple[Tensor, Tensor]
 
 
 class DecodedCache:
-    """Least recently used out first, except what the last two passes used.
+    """Least recently used out first, except what the last two rounds over all layers used.
 
     A pass goes over all experts of a layer in order. Plain LRU under a working set just above
-    the bound would evict every entry right before its next use; keeping what the current and the
-    previous pass touched lets a part of the set stay.
+    the bound would evict every entry right before its next use; keeping what recent passes
+    touched lets a part of the set stay.
 
     Args:
         limit_bytes: bound on the bytes kept.
@@ -26,23 +26,24 @@ class DecodedCache:
     def __init__(self, limit_bytes: int) -> None:
         self.limit_bytes, self.nbytes = limit_bytes, 0
         self._entries: OrderedDict[ExpertKey, tuple[Decoded, int, int]] = OrderedDict()
-        self._passes: dict[int, int] = {}
+        self._layers: set[int] = set()
+        self._passes = 0
 
     def begin_pass(self, layer: int) -> None:
         """A new step of a layer starts."""
-        self._passes[layer] = self._passes.get(layer, 0) + 1
+        self._layers.add(layer)
+        self._passes += 1
 
     def get(self, key: ExpertKey, decode: Callable[[], Decoded]) -> Decoded:
         """The decoded weights of ``key``, kept if they fit."""
-        now = self._passes.get(key.layer, 0)
         entry = self._entries.pop(key, None)
         if entry is not None:
-            self._entries[key] = (entry[0], entry[1], now)
+            self._entries[key] = (entry[0], entry[1], self._passes)
             return entry[0]
         weights = decode()
         size = sum(t.numel() * t.element_size() for t in weights)
         if self._make_room(size):
-            self._entries[key] = (weights, size, now)
+            self._entries[key] = (weights, size, self._passes)
             self.nbytes += size
         return weights
 
@@ -51,7 +52,7 @@ class DecodedCache:
             return False
         while self.nbytes + size > self.limit_bytes and self._entries:
             oldest, (_, freed, last) = next(iter(self._entries.items()))
-            if self._passes.get(oldest.layer, 0) - last < 2:
+            if self._passes - last < 2 * len(self._layers):
                 return False
             del self._entries[oldest]
             self.nbytes -= freed

@@ -50,6 +50,7 @@ class ExpertWeights(ABC):
     @staticmethod
     def random(cfg: EPConfig, layers: int = 1, seed: int = 0) -> ExpertWeights:
         """Random weights of ``cfg``'s format: a pure function of (seed, layer, expert)."""
+        _require_layers(layers)
         return _RandomWeights(cfg, layers, seed)
 
     @staticmethod
@@ -61,7 +62,9 @@ class ExpertWeights(ABC):
         Raises:
             InputError: a tensor is missing, extra, or has the wrong shape or dtype.
         """
-        return _TensorWeights(cfg, [tensors] if isinstance(tensors, Mapping) else list(tensors))
+        layers = [tensors] if isinstance(tensors, Mapping) else list(tensors)
+        _require_layers(len(layers))
+        return _TensorWeights(cfg, layers)
 
     @staticmethod
     def from_checkpoint(
@@ -76,6 +79,13 @@ class ExpertWeights(ABC):
         from ..models.kimi_k3.weights import checkpoint_weights  # models stand above this room
 
         return checkpoint_weights(Path(path), layers=layers, **choices)
+
+
+def _require_layers(layers: int) -> None:
+    if layers < 1:
+        raise InputError(
+            explain("no layers", where="ExpertWeights", expected="at least one", got=layers)
+        )
 
 
 class _RandomWeights(ExpertWeights):
