@@ -121,7 +121,9 @@ class Meeting:
             missing = [] if verdict else self._missing(attempt)
             error = None
             if checkup and missing:
-                dead = next((p for p in missing if self.gone(p)), None)
+                # Ranks that gave up on another leave too: the one they named comes first.
+                suspects = sorted(missing, key=lambda p: p != absent)
+                dead = next((p for p in suspects if self.gone(p)), None)
                 if dead is not None:
                     error = tag.error(PeerDied, self.rank, dead, "it is gone")
                 elif time.monotonic() > deadline:
