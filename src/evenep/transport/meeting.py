@@ -111,12 +111,11 @@ class Meeting:
             PeerError: names a rank that died or didn't come; call again to try again.
         """
         deadline = time.monotonic() + self.timeout_s
-        attempt, absent = self._join(max(self.generation, self._tried) + 1), -1
+        attempt, absent = self._join(max(self.generation, self._tried) + 1)
         for checkup in _looks():
             verdict = self._verdict(attempt)
             if verdict.startswith("void"):
-                absent = int(verdict.split()[1])  # the ranks that gave up will try again
-                attempt = self._join(attempt + 1)
+                attempt, absent = self._join(attempt)  # the ranks that gave up will try again
                 continue
             missing = [] if verdict else self._missing(attempt)
             error = None
@@ -140,13 +139,18 @@ class Meeting:
                 self.generation, self._exchanges = attempt, 0
                 return
 
-    def _join(self, attempt: int) -> int:
-        """Take part in the first attempt from this one on that nobody has given up."""
-        while self._verdict(attempt).startswith("void"):
+    def _join(self, attempt: int) -> tuple[int, int]:
+        """Take part in the first attempt from this one on that nobody has given up.
+
+        Returns its number, and for whose sake the one before was given up (-1: none was).
+        """
+        absent = -1
+        while (verdict := self._verdict(attempt)).startswith("void"):
+            absent = int(verdict.split()[1])
             attempt += 1
         self._tried = attempt
         self.store.set(f"{self.prefix}/reset/{attempt}/{self.rank}", "here")
-        return attempt
+        return attempt, absent
 
     def _missing(self, attempt: int) -> list[int]:
         key = f"{self.prefix}/reset/{attempt}"
