@@ -221,26 +221,31 @@ def test_help_lists_every_option_and_every_choice(monkeypatch: pytest.MonkeyPatc
 # ---- fixture, inspect
 
 
-def test_the_default_fixture_is_made_once_and_again_after_an_interruption(
+def test_the_default_fixture_is_made_once_and_an_interruption_leaves_none(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    made: list[tuple[Path, str]] = []
+    made: list[str] = []
+    interrupted = True
 
     def write(path: Path, kind: str, **_: object) -> None:
-        made.append((path, kind))
-        path.mkdir(parents=True, exist_ok=True)
+        made.append(kind)
+        (path / "half").touch()
+        if interrupted:
+            raise KeyboardInterrupt
 
     module = sys.modules["evenep.cli.run"]  # the package binds its name to the function
+    cache = tmp_path / "cache"
     monkeypatch.setattr(module, "write_fixture", write)
-    monkeypatch.setenv("EVENEP_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("EVENEP_CACHE_DIR", str(cache))
+    with pytest.raises(KeyboardInterrupt):
+        module._default_fixture(Console(quiet=True), 3)
+    assert list(cache.iterdir()) == []
+    interrupted = False
     first, second = (module._default_fixture(Console(quiet=True), 3) for _ in range(2))
     assert first == second
-    assert first.is_relative_to(tmp_path / "cache")
-    assert made == [(first, "F1")]
+    assert list(cache.iterdir()) == [first]
+    assert made == ["F1", "F1"]
     assert module._default_fixture(Console(quiet=True), 4) != first
-    (first / "complete").unlink()
-    module._default_fixture(Console(quiet=True), 3)
-    assert len(made) == 3
 
 
 def test_inspect_needs_no_shards(f0: Path, tmp_path: Path) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -51,6 +53,7 @@ BAD_ROUTING: dict[str, tuple[Spoil, type[Exception], str]] = {
     "half weights": (lambda x, i, w: (x, i, w.half()), InputError, "topk_weights_TK"),
     "id equal to E": (lambda x, i, w: (x, i * 0 + 13, w), InputError, "out of range"),
     "wrong K": (lambda x, i, w: (x, i[:, :2], w[:, :2]), InputError, "wrong shape"),
+    "a lone id": (lambda x, i, w: (x, torch.tensor(3), w), InputError, "wrong shape"),
     "flat ids": (lambda x, i, w: (x, i.reshape(-1), w), InputError, "wrong shape"),
     "ids and weights differ": (lambda x, i, w: (x, i, w[:2]), InputError, "wrong shape"),
     "infinite weight": (lambda x, i, w: (x, i.abs(), w / 0), InputError, "finite"),
@@ -253,6 +256,58 @@ def test_padding_rows_are_exact_zero_and_views_end_with_the_step() -> None:
         assert padding.any()
         assert (rows[padding] == 0).all()
         assert rows.shape[0] <= len(real) + 7 * 13
+
+
+# ---- weights and memory
+
+
+def test_new_weights_of_another_shape_format_or_layer_are_refused_and_the_engine_goes_on() -> None:
+    def body(engine: Engine) -> None:
+        cfg = engine.cfg
+        for other, words in (
+            (cfg.replace(num_experts=26), "num_experts"),
+            (cfg.replace(hidden_size=32), "hidden_size"),
+            (cfg.replace(weight_format="mxfp4"), "weight_format"),
+        ):
+            with pytest.raises(ConfigError, match=words):
+                engine.update_weights(0, ExpertWeights.random(other))
+        with pytest.raises(InputError, match="no such layer"):
+            engine.update_weights(5, ExpertWeights.random(cfg))
+        engine.update_weights(0, ExpertWeights.random(cfg, seed=9))
+        engine(*good(cfg))
+
+    alone(body)
+
+
+def test_a_source_without_the_layer_is_refused() -> None:
+    cfg = config(ranks=1)
+
+    def body(group: EPGroup) -> None:
+        with Engine(cfg, group, ExpertWeights.random(cfg, layers=2), hardware=EAGER) as engine:
+            with pytest.raises(InputError, match="don't hold the layer"):
+                engine.update_weights(1, ExpertWeights.random(cfg, layers=1))
+            engine(*good(cfg), layer=1)
+
+    launch(body, 1, "threads")
+
+
+def test_a_closed_engine_lets_go_of_its_experts() -> None:
+    def body(engine: Engine) -> None:
+        row = weakref.ref(engine.store.layer(0).stacked["w13"])
+        cache = weakref.ref(engine.runner)
+        engine.close()
+        gc.collect()
+        assert row() is None
+        assert cache() is None
+
+    alone(body)
+
+
+def test_an_empty_stack_of_layers_is_refused() -> None:
+    with pytest.raises(InputError, match="no layers"):
+        ExpertWeights.random(config(), layers=0)
+    with pytest.raises(InputError, match="no layers"):
+        ExpertWeights.from_tensors(config(), [])
 
 
 # ---- construction

@@ -13,7 +13,7 @@ from . import oracle
 from .cases import EAGER, Inputs, config, run_policies, spans, whole
 
 POLICIES = ("static", "exact", "bounded", "auto")
-IN_CLASS = 0.01  # relative L2; BF16 engines of one rounding discipline differ by about 0.004
+IN_CLASS = 0.006  # relative L2: the 0.5 % class of BF16 engines, rounded up
 
 
 def check(cfg: EPConfig, inputs: Inputs, transport: str = "threads", **kwargs: object) -> None:
@@ -140,9 +140,9 @@ def test_exact_reduction_of_integer_rows_is_bitwise_equal_over_ranks_policies_an
 ):
     results = []
     for transport, ranks in [
-        *(("threads", r) for r in (1, 2, 3, 4, 7, 8)),
-        *(("shm", r) for r in (2, 7)),
-        *(("collective", r) for r in (3, 4)),
+        (transport, ranks)
+        for transport in ("threads", "shm", "collective")
+        for ranks in (1, 2, 3, 4, 7, 8)
     ]:
         cfg = config(
             ranks=ranks, reduction="exact", activation="relu2", hidden_size=16,

@@ -192,3 +192,8 @@ def step_right(group: EPGroup, number: int) -> int:
 def test_impossible_launches_are_refused(ranks: int, transport: str) -> None:
     with pytest.raises(ConfigError):
         launch(square, ranks, transport, (0,))
+
+
+def test_a_function_that_can_not_be_sent_is_refused_with_what_to_do() -> None:
+    with pytest.raises(ConfigError, match="module-level function"):
+        launch(lambda group: group.rank, 2, "shm")

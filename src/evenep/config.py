@@ -43,7 +43,9 @@ class EPConfig:
         in_flight: steps that may be open at once; each has buffers and slots of its own.
         activation: an ``Activation``, or the name of one without constants.
         weight_format: ``bf16``, ``mxfp4`` or ``fp8`` (see ``evenep.formats``).
-        timeout_s: deadline in seconds of every wait for a peer.
+        timeout_s: deadline in seconds of every wait for a peer in a step.
+        load_timeout_s: deadline of waiting for peers that still load weights; a peer that dies or
+            fails meanwhile is noticed at once all the same.
         runner: ``auto``, ``torch`` or ``reference`` (see ``evenep.experts``).
         route_weight: where the route weight multiplies: the expert's ``output``, its
             ``activation`` (before the down GEMM) or its ``input``.
@@ -73,6 +75,7 @@ class EPConfig:
     activation: Activation | str = field(default_factory=lambda: Activation("swiglu"))
     weight_format: str = "bf16"
     timeout_s: float = 60.0
+    load_timeout_s: float = 1800.0
     runner: str = "auto"
     route_weight: str = "output"
     expert_bias: bool = False
@@ -96,8 +99,10 @@ class EPConfig:
         self._require_int("gate_up_interleave", at_least=0)
         self._require(self.top_k <= self.num_experts, "top_k", f"<= num_experts {self.num_experts}")
         self._require(_is_number(self.epsilon, 0, 1), "epsilon", "a fraction in [0, 1]")
-        positive = _is_number(self.timeout_s, 0, math.inf) and self.timeout_s > 0
-        self._require(positive, "timeout_s", "a positive number of seconds")
+        for name in ("timeout_s", "load_timeout_s"):
+            value = getattr(self, name)
+            positive = _is_number(value, 0, math.inf) and value > 0
+            self._require(positive, name, "a positive number of seconds")
         self._require(self.reduction in REDUCTIONS, "reduction", f"one of {REDUCTIONS}")
         self._require(
             self.route_weight in ROUTE_WEIGHT_PLACES,

@@ -23,6 +23,7 @@ from .agreement import (
 from .checks import check_fit, check_routing, check_rows, resolve_placement
 from .config import EPConfig
 from .errors import (
+    InputError,
     PlanError,
     PoisonedError,
     StateError,
@@ -100,12 +101,14 @@ class Engine:
         )
         try:
             self.runner = make_runner(cfg)
-            self.store = ExpertStore(cfg, self.placement, self.transport, experts, progress)
+            self.store = ExpertStore(cfg, self.placement, self.transport, experts.layers)
             self.buffers = Buffers.make(cfg, self.store.home_rows, self.transport)
             if self.settings.poison:
                 for buffers in self.buffers:
                     buffers.poison()
-            self.transport.barrier(Tag("construct"))  # home rows are loaded everywhere
+            for layer in experts.layers:
+                self.store.load(layer, experts, progress)
+            self.transport.barrier(Tag("construct"), cfg.load_timeout_s)
             self.hardware = hardware
         except BaseException as error:
             self.transport.fail(error)
@@ -141,6 +144,7 @@ class Engine:
             AgreementError: ranks disagree on the layer or policy of this step.
             PeerError: a peer died, stopped or failed; the engine is poisoned until ``reset``.
         """
+        check_routing(self.cfg, topk_ids_TK, topk_weights_TK)
         check_rows(self.cfg, x_TH, topk_ids_TK.shape[0])
         step = self.begin(topk_ids_TK, topk_weights_TK, layer, policy=policy)
         step.dispatch(x_TH)
@@ -209,13 +213,24 @@ class Engine:
         """Replace a layer's weights; every replica of the old ones is void. Collective."""
         self.require_usable("update_weights")
         self.store.require_layer(layer)
+        check_fit(self.cfg, self.group.size, experts.cfg)
+        if layer not in experts.layers:
+            raise InputError(
+                explain(
+                    "the new weights don't hold the layer",
+                    where="Engine.update_weights",
+                    expected=layer,
+                    got=list(experts.layers),
+                )
+            )
         if any(self._steps):
             raise StateError(explain("a step is in flight", where="Engine.update_weights"))
         try:
-            self.transport.barrier(Tag("construct", layer))  # nobody reads the old rows any more
+            tag, patience_s = Tag("construct", layer), self.cfg.load_timeout_s
+            self.transport.barrier(tag, patience_s)  # nobody reads the old rows any more
             self.store.load(layer, experts)
             self.store.bump_version(layer)
-            self.transport.barrier(Tag("construct", layer))
+            self.transport.barrier(tag, patience_s)
         except BaseException as error:
             self.poison(error)
             raise
@@ -260,6 +275,8 @@ class Engine:
             self.transport.close(orderly=orderly)
         finally:
             self.fetch_lane.close()
+            # Whoever keeps a closed engine around doesn't keep its experts.
+            del self.store, self.buffers, self.runner
 
     def __enter__(self) -> Engine:
         return self

@@ -72,10 +72,6 @@ class CheckpointError(EvenEPError):
     """A checkpoint is missing something, has something extra, or something of the wrong kind."""
 
 
-class ParityError(EvenEPError):
-    """The engine's result is outside the numerical class of the oracle."""
-
-
 class TransportError(EvenEPError, RuntimeError):
     """The ranks could not meet, agree or hear each other."""
 
@@ -86,6 +82,10 @@ class BootstrapError(TransportError):
 
 class AgreementError(TransportError):
     """Ranks came to the same step with different configurations, layers or policies."""
+
+
+class StoreLostError(TransportError):
+    """The store through which ranks meet and leave word of failures no longer answers."""
 
 
 class PeerError(TransportError):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import socket
+from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -122,7 +123,18 @@ def _uses(store: Store, members: str, rank: int) -> int:
 
 
 def _reachable(store: Store, rank: int, size: int, prefix: str) -> str:
-    """``shm`` when every rank says it is on the same host and can map memory there."""
+    """``shm`` when every rank runs on the same kernel in the same PID namespace.
+
+    Host names aren't enough: containers may share one, and can't map each other's memory.
+    """
     seat = Meeting(store, rank, size, f"{prefix}/auto", _MEET_S)
-    hosts = set(seat.exchange(socket.gethostname(), Tag("construct")))
-    return "shm" if len(hosts) == 1 else "collective"
+    places = set(seat.exchange(_place(), Tag("construct")))
+    return "shm" if len(places) == 1 else "collective"
+
+
+def _place() -> str:
+    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
+    try:
+        return f"{boot.read_text().strip()} {pids.stat().st_ino}"
+    except OSError:  # not Linux: no namespaces either
+        return socket.gethostname()

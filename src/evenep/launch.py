@@ -158,9 +158,19 @@ def _launch_processes(
                 name=f"evenep-rank-{rank}",
                 daemon=True,
             )
-            process.start()
-            theirs.close()
             pipes[ours] = rank
+            try:
+                process.start()
+            except (pickle.PicklingError, AttributeError, TypeError) as error:
+                raise ConfigError(
+                    explain(
+                        f"fn and args can't be sent to a process: {error}",
+                        where="launch",
+                        fix="use a module-level function, or transport='threads'",
+                    )
+                ) from error
+            finally:
+                theirs.close()
             processes.append(process)
         return _collect(pipes, on_event, grace_s, timeout_s)
     finally:
@@ -220,12 +230,26 @@ def _rank_main(
 
     # What a rank reports must pickle: an error there is the rank's own, where it can be seen.
     _reporters.send = lambda message: send(pickle.dumps(("event", message)))
-    store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-    group = EPGroup(store, rank, ranks, transport=transport)
-    ok, value = _call(fn, group, args)
+    ok, value = _join_and_call(fn, rank, ranks, transport, port, args)
     with contextlib.suppress(BrokenPipeError):  # the launcher is gone: nobody to tell
         send(_pickled("result" if ok else "error", value))
     pipe.close()
+
+
+def _join_and_call(
+    fn: Callable[..., Any],
+    rank: int,
+    ranks: int,
+    transport: str,
+    port: int,
+    args: Sequence[object],
+) -> tuple[bool, Any]:
+    try:
+        store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
+        group = EPGroup(store, rank, ranks, transport=transport)
+    except Exception as error:  # it must reach the launcher, whatever it was
+        return False, error
+    return _call(fn, group, args)
 
 
 def _pickled(kind: str, value: object) -> bytes:

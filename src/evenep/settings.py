@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import tempfile
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 
@@ -15,6 +16,14 @@ def _flag(name: str, text: str) -> bool:
     if text.lower() in {"", "0", "false", "no", "off"}:
         return False
     raise ConfigError(explain(f"{name} is not a flag", expected="0 or 1", got=repr(text)))
+
+
+def _cache_home() -> Path:
+    """The user's cache; a user without a home (a container's random uid) gets the temp folder."""
+    try:
+        return Path.home() / ".cache" / "evenep"
+    except RuntimeError:
+        return Path(tempfile.gettempdir()) / "evenep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,7 +39,7 @@ class Settings:
         metadata={"env": "EVENEP_POISON", "help": "fill fresh buffers with NaN instead of zero"},
     )
     cache_dir: Path = field(
-        default=Path.home() / ".cache" / "evenep",
+        default_factory=_cache_home,
         metadata={"env": "EVENEP_CACHE_DIR", "help": "where generated fixtures are kept"},
     )
 
@@ -47,4 +56,8 @@ class Settings:
 
 def catalogue() -> list[tuple[str, str, str]]:
     """``(variable, default, meaning)`` of every variable EvenEP reads."""
-    return [(f.metadata["env"], str(f.default), f.metadata["help"]) for f in fields(Settings)]
+    defaults = Settings()
+    return [
+        (f.metadata["env"], str(getattr(defaults, f.name)), f.metadata["help"])
+        for f in fields(Settings)
+    ]

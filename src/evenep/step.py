@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from .checks import check_rows
-from .errors import LeaseError, PeerTimeout, StateError, explain
+from .errors import LeaseError, StateError, TransportError, explain
 from .exchange.buffers import Arrived, settle
 from .exchange.combine import fold, rows_to_pull, sum_compact, sum_exact
 from .exchange.dispatch import dispatch_puts
@@ -96,13 +96,13 @@ class Step:
         """Queue the replicas whose bytes have to move; doesn't wait for them."""
         self._require(State.DISPATCHED, "fetch")
         store, transport = self._engine.store, self._engine.transport
-        fetches, tag = self.plan.fetches, self._tag("fetch")
+        fetches, tag, lane = self.plan.fetches, self._tag("fetch"), self._lane
         with self._doing("fetch"):
             store.begin_fetch(self._layer, self._lane, fetches, self.plan.residency)
             if fetches:
                 transfers = store.transfers(self._layer, self._lane, fetches)
                 self._fetch = self._engine.fetch_lane.submit(
-                    lambda: transport.fetch(transfers, tag)
+                    lambda: transport.fetch(transfers, tag, lane)
                 )
         self.state = State.FETCHED
 
@@ -226,15 +226,19 @@ class Step:
     def _await_fetch(self) -> None:
         if self._fetch is None:
             return
-        engine, timeout_s = self._engine, self._engine.cfg.timeout_s
+        engine = self._engine
+        # The transport has the deadline and knows whom to name; this one is for its thread.
+        patience_s = 2 * engine.cfg.timeout_s + 1
         try:
-            self.record.fetch_busy_s = self._fetch.result(timeout=timeout_s)
+            self.record.fetch_busy_s = self._fetch.result(timeout=patience_s)
         except FutureTimeout as error:
-            mine = (f.owner for f in self.plan.fetches if f.rank == engine.group.rank)
-            owner = next(mine, engine.group.rank)
-            detail = f"replicas did not arrive within {timeout_s:g} s"
-            tag = self._tag("fetch")
-            raise tag.error(PeerTimeout, engine.group.rank, owner, detail) from error
+            raise TransportError(
+                explain(
+                    "the fetch lane did not answer",
+                    where=f"rank {engine.group.rank}, layer {self._layer}, epoch {self._epoch}",
+                    expected=f"replicas or a peer error within {patience_s:g} s",
+                )
+            ) from error
         engine.store.end_fetch(self._layer, self._lane, self.plan.fetches)
 
     def _require_slots(self) -> None:

@@ -46,7 +46,10 @@ def on_every_rank(
         E, R = cfg.num_experts, cfg.ranks
         placed = Placement.contiguous(E, R) if homes is None else Placement.from_homes(homes, R)
         wire = group.connect(timeout_s=cfg.timeout_s, lanes=cfg.in_flight, gather_words=8)
-        store = ExpertStore(cfg, placed, wire, ExpertWeights.random(cfg, 2, seed=4))
+        source = ExpertWeights.random(cfg, 2, seed=4)
+        store = ExpertStore(cfg, placed, wire, source.layers)
+        for layer in source.layers:
+            store.load(layer, source)
         store.wire = wire  # type: ignore[attr-defined]  # for tests that fetch
         wire.barrier(Tag("construct"))
         try:

@@ -25,13 +25,19 @@ from ..engine import Engine
 from ..errors import ConfigError, explain
 from ..group import EPGroup
 from ..launch import launch, report
-from ..models.kimi_k3 import BlockWeights, KimiK3MoE, checkpoint_weights, load_block_weights
+from ..models.kimi_k3 import (
+    BlockWeights,
+    CheckpointIndex,
+    KimiK3MoE,
+    checkpoint_weights,
+    load_block_weights,
+)
 from ..models.kimi_k3.block import rms_norm
 from ..models.kimi_k3.reference import Oracle, relative_l2
 from ..observe import STAGES, StepRecord
 from .workloads import Workload
 
-PARITY_LIMIT = 0.01  # relative L2 of the routed sum before the norm; engines of this class: 0.005
+PARITY_LIMIT = 0.006  # relative L2 of the routed sum before the norm: the 0.5 % class, rounded up
 PHASES = ("prefill", "decode")
 
 
@@ -89,7 +95,7 @@ def run_session(
     same_experts = all(o["same_experts"] for o in outcomes)
     return {
         "parity": {
-            "max_rel_l2": worst,
+            "max_rel_l2": worst if math.isfinite(worst) else None,
             "limit": PARITY_LIMIT,
             "expert_sets_equal": same_experts,
             "ok": worst <= PARITY_LIMIT and same_experts,
@@ -128,16 +134,21 @@ def _rank_session(group: EPGroup, spec: SessionSpec) -> dict[str, Any]:
     # Every step also runs under static: buffers must hold what any policy may put on a rank.
     cfg = weights.cfg.replace(policy="auto")
     with Engine(cfg, group, weights, progress=lambda n: report(("load", n))) as engine:
-        return _Session(engine, group, spec, weights.cfg.policy).run()
+        return _Session(engine, group, spec, weights.index, weights.cfg.policy).run()
 
 
 class _Session:
-    def __init__(self, engine: Engine, group: EPGroup, spec: SessionSpec, policy: str) -> None:
+    def __init__(
+        self,
+        engine: Engine,
+        group: EPGroup,
+        spec: SessionSpec,
+        index: CheckpointIndex,
+        policy: str,
+    ) -> None:
         self.engine, self.rank, self.spec = engine, group.rank, spec
         self.policies = {"asked": policy, "static": "static"}
-        self.blocks = {
-            layer: load_block_weights(spec.checkpoint, layer) for layer in engine.store.layers
-        }
+        self.blocks = {layer: load_block_weights(index, layer) for layer in engine.store.layers}
         self.oracles = {layer: Oracle(spec.checkpoint, layer) for layer in self.blocks}
         cfg = engine.cfg
         self.workload = (
@@ -155,7 +166,7 @@ class _Session:
         plans = [("prefill", spec.prefill, spec.prefills), ("decode", spec.batch, spec.decode)]
         for phase, tokens, steps in plans:
             for step in range(-1 if steps and tokens else 0, steps if tokens else 0):
-                self._step(phase, tokens, step, check=step == 0)
+                self._step(phase, tokens, step, check=step in (0, steps - 1))
                 report(("step", phase, step + 1, steps))
         return {"timed": self.timed, "worst": self.worst, "same_experts": self.same_experts}
 
@@ -237,9 +248,10 @@ def _summary(outcomes: list[dict[str, Any]], phase: str, variant: str) -> dict[s
     slowest_s = [max(t.block_s for t in step) for step in steps]
     layer_s = [max(t.record.total_s for t in step) for step in steps]
     tokens = [sum(t.record.tokens for t in step) for step in steps]
+    layers = len({record.layer for record in records})  # a token passes all of them
     mean = statistics.fmean
     return {
-        "tokens_per_s": sum(tokens) / sum(slowest_s),
+        "tokens_per_s": sum(tokens) / layers / sum(slowest_s),
         "layer_ms": statistics.median(layer_s) * 1e3,
         "imbalance_before": mean(r.imbalance_before for r in records),
         "imbalance_after": mean(r.imbalance_after for r in records),
@@ -255,7 +267,7 @@ def _summary(outcomes: list[dict[str, Any]], phase: str, variant: str) -> dict[s
         )
         * 1e3,
         "chosen": _most_common([r.chosen for r in records]),
-        "steps": len(steps),
+        "steps": len(steps) // layers,
     }
 
 

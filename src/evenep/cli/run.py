@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import re
+import shutil
+import tempfile
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -12,7 +15,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from .. import support
+from .. import __version__, support
 from ..bench.session import SessionSpec, run_session
 from ..bench.workloads import NAMES
 from ..errors import ConfigError, explain
@@ -79,11 +82,11 @@ def run(
         seed=seed,
         choices={"policy": policy, "reduction": reduction, **_slots(checkpoint, ranks, slots)},
     )
-    with _Live(console, spec) as live:
+    with _Live(console) as live:
         result = run_session(spec, live.event)
     _print(console, spec, result)
     if json_file is not None:
-        json_file.write_text(json.dumps(result, indent=2) + "\n")
+        json_file.write_text(json.dumps(result, indent=2, allow_nan=False) + "\n")
     if not result["parity"]["ok"]:
         raise typer.Exit(EXIT_PARITY)
 
@@ -113,18 +116,24 @@ def _slots(checkpoint: Path, ranks: int, slots: int | None) -> dict[str, int]:
 
 def _default_fixture(console: Console, seed: int) -> Path:
     """The F1 fixture, generated once: 112 experts, top-16, two layers in Kimi-K3's own format."""
-    path = Settings.from_environment().cache_dir / f"kimi-k3-f1-seed{seed}"
-    if not (path / "complete").exists():
+    path = Settings.from_environment().cache_dir / f"kimi-k3-f1-{__version__}-seed{seed}"
+    if not path.exists():
         console.print(f"Generating a small Kimi-K3 checkpoint in {path} …")
-        write_fixture(path, "F1", seed=seed, layers=(1, 2))
-        (path / "complete").touch()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(tempfile.mkdtemp(prefix=f"{path.name}-", dir=path.parent))
+        try:
+            write_fixture(draft, "F1", seed=seed, layers=(1, 2))
+            with contextlib.suppress(OSError):  # another run was first: its bytes are the same
+                draft.rename(path)
+        finally:
+            shutil.rmtree(draft, ignore_errors=True)
     return path
 
 
 class _Live:
     """Progress of loading and of each phase."""
 
-    def __init__(self, console: Console, spec: SessionSpec) -> None:
+    def __init__(self, console: Console) -> None:
         self._progress = Progress(
             TextColumn("{task.description:<24}"),
             BarColumn(),
@@ -171,8 +180,10 @@ def _print(console: Console, spec: SessionSpec, result: dict[str, Any]) -> None:
         console.print(_phase_table(phase, spec, figures))
     parity = result["parity"]
     verdict = "[green]ok[/green]" if parity["ok"] else "[red]FAILED[/red]"
+    distance = parity["max_rel_l2"]
     console.print(
-        f"parity with the oracle: {verdict}, relative L2 {parity['max_rel_l2']:.2e} "
+        f"parity with the oracle: {verdict}, relative L2 "
+        f"{'not a number' if distance is None else f'{distance:.2e}'} "
         f"(limit {parity['limit']:.0e}), expert sets "
         f"{'equal' if parity['expert_sets_equal'] else 'DIFFER'}"
     )

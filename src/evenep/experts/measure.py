@@ -23,7 +23,7 @@ def measure(
 ) -> Hardware:
     """Time an expert at 1, 8 and 128 rows, and one fetch from the next rank. Collective.
 
-    Slot 0 of ``lane`` in the first layer is written; the store forgets that layer's slots.
+    Slot 0 of ``lane`` in the first layer is written; the store forgets that lane's slots there.
 
     The three points fix the curve ``launch + max(read, rows * row)``: the slope between the last
     two is ``row``, what is left at 8 rows is ``launch``, what is left at 1 row is ``read``. Every
@@ -78,6 +78,6 @@ def _time_fetch(store: ExpertStore, transport: Transport, lane: int, tag: Tag) -
         if experts:
             fetches.append(Fetch(experts[0], (rank + 1) % ranks, rank, 0))
     transfers = store.transfers(store.layers[0], lane, fetches)
-    store.forget(store.layers[0])
+    store.forget(store.layers[0], lane)
     transport.barrier(tag)
-    return _best(lambda: transport.fetch(transfers, tag))
+    return _best(lambda: transport.fetch(transfers, tag, lane))

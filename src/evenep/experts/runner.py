@@ -1,6 +1,7 @@
 """What the engine asks of a runner: turn leased rows into expert outputs, in place.
 
-Rounding points, the same in every runner (rnd = round to BF16; fp32 inside):
+Rounding points (rnd = round to BF16; fp32 inside; a grouped BF16 GEMM rounds once more, before it
+adds a bias):
 
     g | u = rnd(z W13^T + b13)      z = rnd(x w) when the route weight is on the input
     a     = rnd(act(g, u))          a = rnd(act(g, u) w) when it is on the activation

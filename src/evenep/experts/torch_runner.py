@@ -7,6 +7,7 @@ the product of BF16 values accumulated in fp32 and rounded once is the same arit
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -20,9 +21,11 @@ from .decoded import Decoded, DecodedCache
 from .runner import Runner, Segment, rounded
 
 
+@functools.cache
 def has_fast_bf16() -> bool:
     """True when this CPU multiplies BF16 natively."""
-    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
+    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
 class TorchRunner(Runner):
@@ -99,7 +102,7 @@ class TorchRunner(Runner):
         index_n = torch.cat([torch.arange(s.start, s.start + s.count) for s in segments])
         w_n = None if weight_N is None else weight_N[index_n]
         x_nH = self.weigh_input(rows_NH[index_n], w_n)
-        h_nW = grouped_mm(x_nH, w13_GWH.transpose(1, 2), offs=offs_G)
+        h_nW = grouped_mm(x_nH, w13_GWH.transpose(1, 2), offs=offs_G)  # rounds before the bias
         h_nW = self._add_bias(h_nW, "w13_bias", weights, first, counts_G)
         a_nI = self.weigh_activation(activate(self.cfg, h_nW), w_n).to(rows_NH.dtype)
         o_nH = grouped_mm(a_nI, w2_GHI.transpose(1, 2), offs=offs_G)

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 from ..config import EPConfig
+from .placement import Ints
+
+Count = TypeVar("Count", int, Ints)
 
 
-def ceil_to(value: int, multiple: int) -> int:
-    """The smallest multiple not below ``value``."""
+def ceil_to(value: Count, multiple: int) -> Count:
+    """The smallest multiple not below ``value``, a number or an array of them."""
     return -(-value // multiple) * multiple
 
 

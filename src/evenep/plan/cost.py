@@ -13,6 +13,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 
 from ..errors import ConfigError, explain
+from .capacity import ceil_to
 from .placement import Ints
 
 PS = 10**12
@@ -77,7 +78,7 @@ class Hardware:
 
 def compute_ps(routes: Ints, hardware: Hardware, align: int) -> Ints:
     """Time of each segment; an empty one costs nothing."""
-    padded = -(-routes // align) * align
+    padded = ceil_to(routes, align)
     busy = hardware.launch_ps + np.maximum(hardware.read_ps, padded * hardware.row_ps)
     return np.where(routes > 0, busy, 0)
 

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from ..errors import PlanError, explain
+from .capacity import ceil_to
 from .placement import Ints, Placement
 
 ORDERS = ("local_first", "rank_order")
@@ -107,7 +108,7 @@ def build_layout(alloc_ER: Ints, placement: Placement, slot_RB: Ints, align: int
     order = np.lexsort((row_G, r_G))
     r_G, e_G, row_G = r_G[order], e_G[order], row_G[order]
     count_G = alloc_ER[e_G, r_G]
-    padded_G = -(-count_G // align) * align
+    padded_G = ceil_to(count_G, align)
     ends_G = np.cumsum(padded_G)
     first_R1 = np.searchsorted(r_G, np.arange(R + 1))
     base_R = np.concatenate([[0], ends_G])[first_R1]

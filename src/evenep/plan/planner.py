@@ -150,6 +150,12 @@ def plan(
             explain("unknown policy", where="plan", expected=f"one of {list(POLICIES)}", got=name)
         )
     alloc_ER, chosen = POLICIES[name](problem)
+    _require_room(problem, cfg, name, alloc_ER)
+    return _finish(problem, cfg, name, chosen, alloc_ER)
+
+
+def _require_room(problem: Problem, cfg: EPConfig, name: str, alloc_ER: Ints) -> None:
+    """Refuse an allocation that needs more slots or rows than the config provides."""
     if not problem.fits(alloc_ER):
         needed = int(problem.replicas(alloc_ER).sum(axis=0).max())
         raise PlanError(
@@ -161,7 +167,8 @@ def plan(
                 fix="raise slots_per_rank, or use 'bounded' or 'auto', which fit the budget",
             )
         )
-    cap, load = cap_routes(cfg, placement.max_experts_per_rank), int(alloc_ER.sum(axis=0).max())
+    cap = cap_routes(cfg, problem.placement.max_experts_per_rank)
+    load = int(alloc_ER.sum(axis=0).max())
     if load > cap:
         raise PlanError(
             explain(
@@ -172,7 +179,6 @@ def plan(
                 fix=f"configure policy='{name}' or 'auto'",
             )
         )
-    return _finish(problem, cfg, name, chosen, alloc_ER)
 
 
 def declared_hardware(cfg: EPConfig) -> Hardware:

@@ -144,12 +144,12 @@ class Transport(ABC):
         """Wait until every peer is ready, then read the given rows of each peer's window."""
 
     @abstractmethod
-    def fetch(self, transfers: Sequence[Transfer], tag: Tag) -> None:
+    def fetch(self, transfers: Sequence[Transfer], tag: Tag, lane: int = 0) -> None:
         """Carry out the transfers that concern this rank. Blocks; safe on another thread."""
 
     @abstractmethod
-    def barrier(self, tag: Tag) -> None:
-        """Wait for every rank outside a step."""
+    def barrier(self, tag: Tag, timeout_s: float | None = None) -> None:
+        """Wait for every rank outside a step; ``timeout_s`` where this takes longer than a step."""
 
     @abstractmethod
     def fail(self, error: BaseException) -> None:
@@ -187,7 +187,8 @@ def root_cause(error: BaseException, rank: int) -> Word:
     A rank that fails because a peer did passes the blame on, so that every survivor names the
     rank where the trouble began. A rank that was given up by others blames itself.
     """
-    detail = f"{type(error).__name__}: {error}"
+    said = f"{type(error).__name__}: {error}"
+    detail = said.encode(errors="replace").decode()  # an OSError may name a path that isn't UTF-8
     if not isinstance(error, PeerError):
         return Word(rank, KINDS.index(PeerFailed), detail)
     if error.detail.startswith(GAVE_UP):

@@ -57,7 +57,7 @@ class CollectiveTransport(Transport):
 
     def _new_group(self, use: str) -> Any:
         store = dist.PrefixStore(
-            f"{self._meeting.prefix}/{use}/{self._meeting.generation}", self._meeting.store
+            f"{self._meeting.prefix}/{use}/{self._meeting.generation}", self._meeting.store.raw
         )
         return dist.ProcessGroupGloo(store, self.rank, self.size, timedelta(seconds=self.timeout_s))
 
@@ -74,7 +74,7 @@ class CollectiveTransport(Transport):
     def all_gather(self, words_N: Tensor, tag: Tag, lane: int) -> Tensor:
         words_RN = words_N.new_empty(self.size, words_N.numel())
         words_RN[self.rank] = words_N
-        self._swap([words_N] * self.size, list(words_RN), tag)
+        self._swap([words_N] * self.size, list(words_RN), tag, lane)
         return words_RN
 
     def push(self, puts: Sequence[Put], tag: Tag, lane: int) -> None:
@@ -95,10 +95,10 @@ class CollectiveTransport(Transport):
                     continue
                 counts_RW[peer, index] = rows.numel()
                 parts[peer] += [_bytes(rows), _bytes(data)]
-        incoming_RW = self._swap_sizes(counts_RW, tag)
+        incoming_RW = self._swap_sizes(counts_RW, tag, lane)
         outgoing = [torch.cat(p) if p else torch.empty(0, dtype=torch.uint8) for p in parts]
         boxes = [torch.empty(self._message_bytes(c), dtype=torch.uint8) for c in incoming_RW]
-        self._swap(outgoing, boxes, tag)
+        self._swap(outgoing, boxes, tag, lane)
         for peer in self._peers:
             self._unpack(boxes[peer], incoming_RW[peer])
 
@@ -106,37 +106,38 @@ class CollectiveTransport(Transport):
         self, window: Window, rows_by_peer: Sequence[Tensor], tag: Tag, lane: int
     ) -> list[Tensor]:
         sizes_R1 = torch.tensor([[r.numel()] for r in rows_by_peer], dtype=torch.int64)
-        asked_R1 = self._swap_sizes(sizes_R1, tag)
+        asked_R1 = self._swap_sizes(sizes_R1, tag, lane)
         asked = [torch.empty(int(n), dtype=torch.int64) for n in asked_R1[:, 0]]
-        self._swap([r.contiguous() for r in rows_by_peer], asked, tag)
+        self._swap([r.contiguous() for r in rows_by_peer], asked, tag, lane)
         answers = [window.local.index_select(0, rows) for rows in asked]
         answers[self.rank] = window.local.index_select(0, rows_by_peer[self.rank])
         width = window.local.shape[1:]
         got = [window.local.new_empty(rows.numel(), *width) for rows in rows_by_peer]
         got[self.rank] = answers[self.rank]
-        self._swap(answers, got, tag)
+        self._swap(answers, got, tag, lane)
         return got
 
-    def fetch(self, transfers: Sequence[Transfer], tag: Tag) -> None:
+    def fetch(self, transfers: Sequence[Transfer], tag: Tag, lane: int = 0) -> None:
         pending: list[tuple[int, Any, Tensor]] = []
         for t in transfers:
             if t.source == self.rank:
                 row = _bytes(t.window.local[t.source_row])
                 post = getattr(self._fetches, "send", None)
-                send = self._start(t.dest, post, [row], t.dest, tag)
+                send = self._start(t.dest, post, row, tag, lane)
                 pending.append((t.dest, send, row))
             elif t.dest == self.rank:
                 row = _bytes(t.window.local[t.dest_row])
                 post = getattr(self._fetches, "recv", None)
-                recv = self._start(t.source, post, [row], t.source, tag)
+                recv = self._start(t.source, post, row, tag, lane)
                 pending.append((t.source, recv, row))
         self._finish(pending, tag)
 
     # ---- life and death
 
-    def barrier(self, tag: Tag) -> None:
+    def barrier(self, tag: Tag, timeout_s: float | None = None) -> None:
         word = torch.zeros(1, dtype=torch.int64)
-        self._swap([word] * self.size, [torch.empty_like(word) for _ in range(self.size)], tag)
+        boxes = [torch.empty_like(word) for _ in range(self.size)]
+        self._swap([word] * self.size, boxes, tag, self.lanes, timeout_s)
 
     def fail(self, error: BaseException) -> None:
         if not self.closed:
@@ -173,7 +174,9 @@ class CollectiveTransport(Transport):
         for group in (self._steps, self._fetches):
             for peer in self._peers if group is not None else ():
                 with contextlib.suppress(RuntimeError):
-                    group.recv([nothing], peer, len(PHASES)).wait(timedelta(milliseconds=1))
+                    group.recv([nothing], peer, _message_tag("hang up", 0)).wait(
+                        timedelta(milliseconds=1)
+                    )
         self._drop_groups()
 
     # ---- messages
@@ -195,35 +198,47 @@ class CollectiveTransport(Transport):
             window.local.index_copy_(0, rows, data.view(count, *window.local.shape[1:]))
             offset = end
 
-    def _swap_sizes(self, sizes_RN: Tensor, tag: Tag) -> Tensor:
+    def _swap_sizes(self, sizes_RN: Tensor, tag: Tag, lane: int) -> Tensor:
         """Row p goes to peer p; row p of the result came from peer p."""
         got_RN = torch.zeros_like(sizes_RN)
-        self._swap(list(sizes_RN), list(got_RN), tag)
+        self._swap(list(sizes_RN), list(got_RN), tag, lane)
         return got_RN
 
-    def _swap(self, outgoing: Sequence[Tensor], incoming: Sequence[Tensor], tag: Tag) -> None:
+    def _swap(
+        self,
+        outgoing: Sequence[Tensor],
+        incoming: Sequence[Tensor],
+        tag: Tag,
+        lane: int,
+        timeout_s: float | None = None,
+    ) -> None:
         """Send ``outgoing[p]`` to each peer p, fill ``incoming[p]`` from it; skip empty ones."""
         pending: list[tuple[int, Any, Tensor]] = []
         for verb, boxes in (("recv", incoming), ("send", outgoing)):
             for peer in self._peers:
                 if boxes[peer].numel():
                     post = getattr(self._steps, verb, None)
-                    work = self._start(peer, post, [boxes[peer]], peer, tag)
+                    work = self._start(peer, post, boxes[peer], tag, lane)
                     pending.append((peer, work, boxes[peer]))
-        self._finish(pending, tag)
+        self._finish(pending, tag, timeout_s)
 
     def _start(
-        self, peer: int, post: Callable[..., Any] | None, tensors: list[Tensor], to: int, tag: Tag
+        self, peer: int, post: Callable[..., Any] | None, box: Tensor, tag: Tag, lane: int
     ) -> Any:
         try:
             assert post is not None, "the connection was dropped"
-            return post(tensors, to, PHASES.index(tag.phase))  # other calls' messages can't match
+            return post([box], peer, _message_tag(tag.phase, lane))
         except (RuntimeError, AssertionError) as error:
             raise self._blame(peer, error, tag) from error
 
-    def _finish(self, pending: Sequence[tuple[int, Any, Tensor]], tag: Tag) -> None:
+    def _finish(
+        self,
+        pending: Sequence[tuple[int, Any, Tensor]],
+        tag: Tag,
+        timeout_s: float | None = None,
+    ) -> None:
         """Wait for every message; the tensors stay referenced until then."""
-        deadline = time.monotonic() + self.timeout_s
+        deadline = time.monotonic() + (timeout_s or self.timeout_s)
         for peer, work, _ in pending:
             left = max(deadline - time.monotonic(), 0.001)
             try:
@@ -246,6 +261,12 @@ class CollectiveTransport(Transport):
         if silent:
             return tag.error(PeerTimeout, self.rank, peer, f"waited {self.timeout_s:g} s: {error}")
         return tag.error(PeerDied, self.rank, peer, f"its connection is gone: {error}")
+
+
+def _message_tag(phase: str, lane: int) -> int:
+    """Messages of different phases or lanes never match, whatever order ranks take them in."""
+    names = (*PHASES, "hang up")
+    return names.index(phase) + len(names) * lane
 
 
 def _bytes(tensor: Tensor) -> Tensor:

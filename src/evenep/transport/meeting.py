@@ -5,7 +5,7 @@ threads). It is used at construction, at a reset and to leave word of failures, 
 
 A *generation* is the time between two resets. Words and exchanges belong to one, so nothing has to
 be taken back. Ranks may give up on a reset at different times and try again, so each attempt has
-one verdict, ``go`` or ``void`` (and for whose sake), and the store's atomic counter lets exactly
+one verdict, ``go`` or ``void`` (and for whose sake), and the store's compare-and-set lets exactly
 one rank write it: one that runs out of patience leaves with the others if their ``go`` came first.
 """
 
@@ -16,8 +16,9 @@ from collections.abc import Callable, Iterator
 
 from torch.distributed import Store
 
-from ..errors import PeerDied, PeerError, PeerFailed, PeerTimeout
+from ..errors import PeerDied, PeerError, PeerFailed, PeerTimeout, StoreLostError
 from .base import GAVE_UP, KINDS, Tag, Word
+from .jobstore import JobStore
 
 _NAP_S, _LONGEST_NAP_S = 0.5e-3, 20e-3
 _CHECKUP_S = 0.05  # how often a waiting rank looks for word of a failure
@@ -38,7 +39,8 @@ class Meeting:
     """
 
     def __init__(self, store: Store, rank: int, size: int, prefix: str, timeout_s: float) -> None:
-        self.store, self.rank, self.size = store, rank, size
+        self.store = JobStore(store, max(0.5, timeout_s / 4))
+        self.rank, self.size = rank, size
         self.prefix, self.timeout_s = prefix, timeout_s
         self.generation, self._tried, self._exchanges = 0, 0, 0
         self.gone: Callable[[int], bool] = lambda peer: False
@@ -48,6 +50,7 @@ class Meeting:
 
         Raises:
             PeerError: names the rank that never came, died, or that said it failed.
+        StoreLostError: the store itself doesn't answer.
         """
         name = f"{self.prefix}/{self.generation}/{self._exchanges}"
         self._exchanges += 1
@@ -58,15 +61,15 @@ class Meeting:
     def _get(self, key: str, peer: int, tag: Tag, deadline: float) -> str:
         for checkup in _looks():
             # Ask, never wait: a store's timed wait is answered late by a busy server.
-            if self.store.check([key]):
-                return bytes(self.store.get(key)).decode()
+            if self.store.check(key):
+                return self.store.get(key)
             if not checkup:
                 continue
             error = self.trouble(peer, tag)
             if error is None and time.monotonic() > deadline:
                 detail = f"no word within {self.timeout_s:g} s"
                 error = tag.error(PeerTimeout, self.rank, peer, detail)
-            if error is not None and not self.store.check([key]):
+            if error is not None and not self.store.check(key):
                 raise error
         raise AssertionError("unreachable")
 
@@ -87,17 +90,17 @@ class Meeting:
         try:
             key = f"{self.prefix}/fault/{self.generation}/{self.rank}"
             self.store.set(key, f"{word.blamed} {word.kind}\n{word.detail}")
-        except RuntimeError:
+        except StoreLostError:
             return  # the store died with its host; peers learn it from the wire
 
     def report(self, peer: int) -> Word | None:
         """What the peer left of a failure in this generation."""
         key = f"{self.prefix}/fault/{self.generation}/{peer}"
         try:
-            if not self.store.check([key]):
+            if not self.store.check(key):
                 return None
-            head, _, detail = bytes(self.store.get(key)).decode().partition("\n")
-        except RuntimeError:
+            head, _, detail = self.store.get(key).partition("\n")
+        except StoreLostError:
             return None
         blamed, kind = map(int, head.split())
         return Word(blamed, kind, detail)
@@ -154,17 +157,16 @@ class Meeting:
 
     def _missing(self, attempt: int) -> list[int]:
         key = f"{self.prefix}/reset/{attempt}"
-        return [r for r in range(self.size) if not self.store.check([f"{key}/{r}"])]
+        return [r for r in range(self.size) if not self.store.check(f"{key}/{r}")]
 
     def _verdict(self, attempt: int) -> str:
         key = f"{self.prefix}/reset/{attempt}/verdict"
-        return bytes(self.store.get(key)).decode() if self.store.check([key]) else ""
+        return self.store.get(key) if self.store.check(key) else ""
 
     def _decide(self, attempt: int, verdict: str) -> str:
         """Write the attempt's verdict unless another rank was first; the one that holds."""
-        if self.store.add(f"{self.prefix}/reset/{attempt}/deciders", 1) == 1:
-            self.store.set(f"{self.prefix}/reset/{attempt}/verdict", verdict)
-        return self._verdict(attempt)  # empty for the moment the first one takes to write it
+        key = f"{self.prefix}/reset/{attempt}/verdict"
+        return self.store.compare_set(key, "", verdict)
 
 
 def _looks() -> Iterator[bool]:

@@ -105,7 +105,7 @@ class MemoryTransport(Transport):
             for peer, rows in zip(window.peers, rows_by_peer, strict=True)
         ]
 
-    def fetch(self, transfers: Sequence[Transfer], tag: Tag) -> None:
+    def fetch(self, transfers: Sequence[Transfer], tag: Tag, lane: int = 0) -> None:
         for t in transfers:
             if t.dest == self.rank:
                 assert t.window.peers is not None
@@ -113,8 +113,8 @@ class MemoryTransport(Transport):
 
     # ---- life and death
 
-    def barrier(self, tag: Tag) -> None:
-        self._wait(tag, self.lanes)
+    def barrier(self, tag: Tag, timeout_s: float | None = None) -> None:
+        self._wait(tag, self.lanes, timeout_s)
 
     def fail(self, error: BaseException) -> None:
         if not self.closed:
@@ -141,7 +141,7 @@ class MemoryTransport(Transport):
 
     # ---- waiting
 
-    def _wait(self, tag: Tag, lane: int) -> None:
+    def _wait(self, tag: Tag, lane: int, timeout_s: float | None = None) -> None:
         """Arrive at this lane's next wait and stay until every rank has."""
         self._counts[lane] += 1
         count = self._counts[lane]
@@ -158,14 +158,14 @@ class MemoryTransport(Transport):
             now = time.monotonic()
             if now >= checkup:
                 checkup = now + _CHECKUP_S
-                late = now - start > self.timeout_s
-                error = self._diagnose(missing, tag, late=late)
+                late_s = now - start if now - start > (timeout_s or self.timeout_s) else None
+                error = self._diagnose(missing, tag, late_s)
                 # A peer may have arrived and left in good order since ``missing`` was read.
                 if error is not None and self._board.missing(lane, count):
                     raise error
         self._board.fence()
 
-    def _diagnose(self, missing: Sequence[int], tag: Tag, *, late: bool) -> PeerError | None:
+    def _diagnose(self, missing: Sequence[int], tag: Tag, late_s: float | None) -> PeerError | None:
         """What keeps the missing ranks, root cause first; None while there is still hope."""
         for peer in missing:
             state, word = self._board.read_fault(peer, self._meeting.generation)
@@ -180,10 +180,10 @@ class MemoryTransport(Transport):
         for peer in missing:
             if self._life(peer) == "dead":
                 return tag.error(PeerDied, self.rank, peer, "its process is gone")
-        if late:
+        if late_s is not None:
             lives = {p: self._life(p) for p in missing}
             states = ", ".join(f"rank {p} is {life}" for p, life in lives.items())
-            detail = f"waited {self.timeout_s:g} s; {states}"
+            detail = f"waited {late_s:.3g} s; {states}"
             worst = min(missing, key=lambda p: lives[p] == "running")  # a stopped rank, if any
             return tag.error(PeerTimeout, self.rank, worst, detail)
         return None

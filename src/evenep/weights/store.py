@@ -35,7 +35,7 @@ class ExpertStore:
     Args:
         cfg, placement: sizes and homes.
         transport: makes the windows. Collective.
-        source: fills the home rows.
+        layers: layer numbers to make room for; ``load`` fills them.
     """
 
     def __init__(
@@ -43,8 +43,7 @@ class ExpertStore:
         cfg: EPConfig,
         placement: Placement,
         transport: Transport,
-        source: ExpertWeights,
-        progress: Progress | None = None,
+        layers: Sequence[int],
     ) -> None:
         self.cfg, self.placement = cfg, placement
         self.home_rows = placement.max_experts_per_rank
@@ -56,13 +55,13 @@ class ExpertStore:
             transport.windows(
                 [
                     WindowSpec(f"{spec.name}.{layer}", (rows, *spec.shape), spec.dtype)
-                    for layer in source.layers
+                    for layer in layers
                     for spec in specs
                 ]
             )
         )
         self._layers: dict[int, _Layer] = {}
-        for layer in source.layers:
+        for layer in layers:
             windows = {spec.name: next(made) for spec in specs}
             weights = LayerWeights({name: w.local for name, w in windows.items()})
             empty = Residency.empty(cfg.ranks, cfg.slots)
@@ -73,7 +72,6 @@ class ExpertStore:
                 residency=[empty] * cfg.in_flight,
                 slots=[[None] * cfg.slots for _ in range(cfg.in_flight)],
             )
-            self.load(layer, source, progress)
 
     @property
     def layers(self) -> tuple[int, ...]:
@@ -115,13 +113,14 @@ class ExpertStore:
         entry.version += 1
         self.forget(layer)
 
-    def forget(self, layer: int | None = None) -> None:
-        """Treat slots as empty, of one layer or of all (after a failure, say)."""
+    def forget(self, layer: int | None = None, lane: int | None = None) -> None:
+        """Treat slots as empty: of one layer or all, of one lane or all (after a failure, say)."""
+        lanes = range(self.cfg.in_flight) if lane is None else (lane,)
         for number, entry in self._layers.items():
             if layer is None or number == layer:
-                empty = Residency.empty(self.cfg.ranks, self.cfg.slots)
-                entry.residency = [empty] * self.cfg.in_flight
-                entry.slots = [[None] * self.cfg.slots for _ in range(self.cfg.in_flight)]
+                for n in lanes:
+                    entry.residency[n] = Residency.empty(self.cfg.ranks, self.cfg.slots)
+                    entry.slots[n] = [None] * self.cfg.slots
 
     def slot_row(self, lane: int, slot: int) -> int:
         """The store row of a slot."""

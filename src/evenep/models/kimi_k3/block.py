@@ -9,7 +9,6 @@ T tokens, H hidden, D latent, E experts, K experts per token, X shared width.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,6 +18,7 @@ from torch import Tensor, nn
 
 from ...activation import Activation
 from ...errors import InputError, explain
+from ...experts.torch_runner import has_fast_bf16
 from .router import route
 from .weights import BlockWeights, load_block_weights
 
@@ -121,19 +121,13 @@ class KimiK3MoE(nn.Module):
         return linear(situ(gate_TX, up_TX, self.config.activation), self.shared_down_HX)
 
 
-@functools.cache
-def _fast_bf16() -> bool:
-    available = torch.backends.mkldnn.is_available()  # type: ignore[no-untyped-call]
-    return bool(available and torch.ops.mkldnn._is_mkldnn_bf16_supported())
-
-
 def linear(x: Tensor, weight: Tensor) -> Tensor:
     """``x @ weight.T`` for bf16 operands: fp32 accumulation, one rounding to bf16.
 
     CPUs without fast bf16 GEMMs do it on fp32 copies: the same arithmetic class, about 8 times
     faster there, at the price of a temporary copy of the weight.
     """
-    if x.device.type == "cpu" and not _fast_bf16():
+    if x.device.type == "cpu" and not has_fast_bf16():
         return (x.float() @ weight.float().T).to(x.dtype)
     return nn.functional.linear(x, weight)
 

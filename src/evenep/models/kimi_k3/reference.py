@@ -9,6 +9,7 @@ T tokens, H hidden, D latent, I expert FFN width, E experts, K experts per token
 
 from __future__ import annotations
 
+import functools
 import json
 from pathlib import Path
 
@@ -28,6 +29,13 @@ def rnd(x: Tensor) -> Tensor:
     return x.to(torch.bfloat16).to(torch.float32)
 
 
+@functools.lru_cache(maxsize=2)
+def _weight_map(index: Path) -> dict[str, str]:
+    """Tensor to shard; the published index is 60 MB, so layers share one parse."""
+    found: dict[str, str] = json.loads(index.read_text())["weight_map"]
+    return found
+
+
 class Oracle:
     """The block of decoder layer ``layer`` of a checkpoint directory.
 
@@ -38,8 +46,7 @@ class Oracle:
     def __init__(self, path: str | Path, layer: int) -> None:
         self.path = Path(path)
         text = json.loads((self.path / "config.json").read_text())["text_config"]
-        index = json.loads((self.path / "model.safetensors.index.json").read_text())
-        self.shard_of: dict[str, str] = index["weight_map"]
+        self.shard_of = _weight_map(self.path / "model.safetensors.index.json")
         self.prefix = f"language_model.model.layers.{layer}.block_sparse_moe."
         self.K = int(text["num_experts_per_token"])
         self.scaling, self.eps = float(text["routed_scaling_factor"]), float(text["rms_norm_eps"])

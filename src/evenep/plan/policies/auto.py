@@ -1,9 +1,10 @@
 """Candidates of every kind, scored by the cost model; the fastest wins.
 
-``static`` and ``exact`` are always among them, so ``auto`` is never slower than either in modelled
-time. Ties go to the one that moves fewer experts, then to the earlier candidate. The search stops
-as soon as the best candidate is within ``GOOD_ENOUGH`` of a bound that no plan beats, and doesn't
-start where reaching that bound would win back less than the search costs (``Hardware.plan_ps``).
+``static``, ``bounded`` at the config's own epsilon and ``exact`` (where it fits) are always among
+them, so ``auto`` is never slower than any of them in modelled time. Ties go to the one that moves
+fewer experts, then to the earlier candidate. The search for better ones doesn't start where
+reaching a bound that no plan beats would win back less than the search costs
+(``Hardware.plan_ps``), and stops as soon as the best is within ``GOOD_ENOUGH`` of that bound.
 """
 
 from __future__ import annotations
@@ -36,8 +37,12 @@ class _Search:
         self.scored.append((self.problem.time_ps(alloc_ER), moved, len(self.named)))
         self.named.append((name, alloc_ER))
 
-    def worth_starting(self) -> bool:
-        return self.scored[0][0] - self._bound_ps > self.problem.hardware.plan_ps
+    def worth_continuing(self) -> bool:
+        """There is more to win than the search costs, or as much by moving fewer experts."""
+        time_ps, moved, _ = min(self.scored)
+        if time_ps - self._bound_ps > self.problem.hardware.plan_ps:
+            return True
+        return moved > 0 and self.scored[0][0] - time_ps > self.problem.hardware.plan_ps
 
     def good_enough(self) -> bool:
         return min(self.scored)[0] <= int(self._bound_ps * (1 + GOOD_ENOUGH))
@@ -58,12 +63,13 @@ def auto(problem: Problem) -> tuple[Ints, str]:
     """The allocation with the least modelled time found, and the candidate's name."""
     search = _Search(problem)
     search.add("static", problem.static_allocation())
-    if problem.slots and problem.ranks > 1 and search.worth_starting():
+    if problem.slots and problem.ranks > 1 and problem.total:
+        search.add(f"bounded({problem.epsilon:g})", bounded(problem, problem.epsilon))
         exact_ER = exact(problem)
         if problem.fits(exact_ER):
             search.add("exact", exact_ER)
-        if not (search.best()[0] == "static" and search.good_enough()):
-            _try_bounded(search)  # also when exact is good enough: bounded moves fewer experts
+        if search.worth_continuing():
+            _try_bounded(search)
             if not search.good_enough():
                 _try_refined(search)
     name, alloc_ER = search.best()
@@ -73,7 +79,7 @@ def auto(problem: Problem) -> tuple[Ints, str]:
 def _try_bounded(search: _Search) -> None:
     """From much slack to none: more replicas each time, until they cost more than they win."""
     last_ps = None
-    for epsilon in sorted({search.problem.epsilon, *EPSILONS}, reverse=True):
+    for epsilon in sorted(EPSILONS, reverse=True):
         search.add(f"bounded({epsilon:g})", bounded(search.problem, epsilon))
         time_ps = search.scored[-1][0]
         if last_ps is not None and time_ps > last_ps:
