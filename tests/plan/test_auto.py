@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -30,6 +32,20 @@ def test_never_slower_than_static_nor_exact_nor_bounded(case: Case, data: st.Dat
     exact_ER = exact(problem)
     if problem.fits(exact_ER):
         assert time <= problem.time_ps(exact_ER)
+
+
+@settings(max_examples=80, deadline=None)
+@given(case=cases(), plan_ps=st.integers(0, 10**6))
+def test_counting_the_search_itself_auto_is_still_never_slower(case: Case, plan_ps: int) -> None:
+    problem = case.problem()
+    problem = replace(problem, hardware=replace(problem.hardware, plan_ps=plan_ps))
+    alloc_ER, chosen = auto(problem)
+    static_ps, time = problem.time_ps(problem.static_allocation()), problem.time_ps(alloc_ER)
+    assert time <= static_ps
+    others = [bounded(problem, case.epsilon), exact(problem)]
+    for other_ER in (o for o in others if problem.fits(o)):
+        searched = problem.time_ps(other_ER) + plan_ps
+        assert time <= searched if chosen == "static" else time <= searched - plan_ps
 
 
 @settings(max_examples=60, deadline=None)

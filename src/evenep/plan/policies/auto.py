@@ -1,10 +1,11 @@
 """Candidates of every kind, scored by the cost model; the fastest wins.
 
-``static``, ``bounded`` at the config's own epsilon and ``exact`` (where it fits) are always among
-them, so ``auto`` is never slower than any of them in modelled time. Ties go to the one that moves
-fewer experts, then to the earlier candidate. The search for better ones doesn't start where
-reaching a bound that no plan beats would win back less than the search costs
-(``Hardware.plan_ps``), and stops as soon as the best is within ``GOOD_ENOUGH`` of that bound.
+``static``, ``bounded`` at the config's own epsilon and ``exact`` (where it fits) are among them, so
+``auto`` is never slower than any of them in modelled time, planning included: where reaching a
+bound that no plan beats would win back less than the search costs (``Hardware.plan_ps``, 0 unless
+measured), it stays with ``static`` and doesn't search. Ties go to the one that moves fewer experts,
+then to the earlier candidate. The search stops as soon as the best is within ``GOOD_ENOUGH`` of the
+bound.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ def auto(problem: Problem) -> tuple[Ints, str]:
     """The allocation with the least modelled time found, and the candidate's name."""
     search = _Search(problem)
     search.add("static", problem.static_allocation())
-    if problem.slots and problem.ranks > 1 and problem.total:
+    if problem.slots and problem.ranks > 1 and problem.total and search.worth_continuing():
         search.add(f"bounded({problem.epsilon:g})", bounded(problem, problem.epsilon))
         exact_ER = exact(problem)
         if problem.fits(exact_ER):
