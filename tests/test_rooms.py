@@ -43,8 +43,9 @@ def imports(file: Path) -> list[tuple[str, bool]]:
         if isinstance(node, ast.ImportFrom) and node.level:
             base = package[: len(package) - node.level + 1]
             target = [*base, *(node.module or "").split(".")]
-            room = next((part for part in target if part), node.names[0].name)
-            found.append((room, id(node) in top))
+            room = next((part for part in target if part), None)
+            rooms = [room] if room else [a.name for a in node.names if a.name in ORDER]
+            found += [(r, id(node) in top) for r in rooms]
     return found
 
 

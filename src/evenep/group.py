@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import socket
-from pathlib import Path
 
 import torch.distributed as dist
 from torch.distributed import Store
@@ -13,6 +11,7 @@ from .errors import AgreementError, BootstrapError, ConfigError, explain
 from .support import require
 from .transport import TRANSPORTS, Meeting, Tag, Transport
 from .transport.base import root_cause
+from .transport.place import host_identity
 
 _MEET_S = 300.0  # ranks may load for minutes before they meet
 
@@ -128,13 +127,5 @@ def _reachable(store: Store, rank: int, size: int, prefix: str) -> str:
     Host names aren't enough: containers may share one, and can't map each other's memory.
     """
     seat = Meeting(store, rank, size, f"{prefix}/auto", _MEET_S)
-    places = set(seat.exchange(_place(), Tag("construct")))
+    places = set(seat.exchange(host_identity(), Tag("construct")))
     return "shm" if len(places) == 1 else "collective"
-
-
-def _place() -> str:
-    boot, pids = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/pid")
-    try:
-        return f"{boot.read_text().strip()} {pids.stat().st_ino}"
-    except OSError:  # not Linux: no namespaces either
-        return socket.gethostname()

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from fractions import Fraction
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,7 +14,7 @@ from evenep.config import EPConfig
 from evenep.errors import ConfigError
 from evenep.plan import Hardware, Placement, planner
 from evenep.plan.capacity import cap_routes, ceil_to, receive_rows
-from evenep.plan.cost import compute_ps, rank_times_ps
+from evenep.plan.cost import compute_ps, layer_time_ps, rank_times_ps
 from evenep.plan.planner import declared_hardware, verify
 from evenep.plan.policies.refine import refine
 
@@ -181,3 +184,23 @@ def test_refine_swaps_whole_experts_where_reading_weights_is_the_cost() -> None:
     assert plan.stats.time_s == 2000e-12
     assert sorted(np.count_nonzero(plan.allocation, axis=1).tolist()) == [0, 0, 1, 1, 1, 1]
     assert BALANCED.fetch_ps > 0
+
+
+@settings(max_examples=200, deadline=None)
+@given(times=st.lists(st.integers(0, 1000), min_size=1, max_size=8), parallel=st.integers(0, 10))
+def test_ranks_that_share_processors_finish_as_a_fair_scheduler_would_have_them(
+    times: list[int], parallel: int
+) -> None:
+    got = layer_time_ps(np.array(times, dtype=np.int64), parallel)
+    left, clock = [Fraction(t) for t in times if t], Fraction(0)
+    while left:  # fluid processor sharing, one departure at a time
+        speed = min(Fraction(1), Fraction(parallel or len(times), len(left)))
+        span = min(left) / speed
+        clock += span
+        left = [rest for t in left if (rest := t - span * speed) > 0]
+    assert got == math.floor(clock)
+
+
+def test_the_worked_example_of_shared_processors() -> None:
+    assert layer_time_ps(np.array([2, 2, 8]), 2) == 9
+    assert layer_time_ps(np.array([2, 2, 8]), 0) == 8

@@ -35,7 +35,7 @@ class Segment:
 class Runner(ABC):
     """Computes experts for one engine.
 
-    Adding one: subclass in a file of its own, an entry in ``evenep.experts.RUNNERS`` and a
+    Adding one: subclass in a file of its own, an entry in ``evenep.experts.registry`` and a
     ``Choice`` in ``evenep.support``.
     """
 

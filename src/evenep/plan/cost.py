@@ -1,9 +1,11 @@
 """Seconds of an allocation, in integer picoseconds so that every rank gets the same bits.
 
-The timeline of a rank is ``max(home compute, fetch) + slot compute``: home segments run while
-replicas arrive, slot segments after. The layer takes as long as its slowest rank. One segment of
-m routes costs ``launch + max(read, padded rows * row)``: reading an expert's bytes and multiplying
-rows overlap on a GPU and the larger wins; what can't overlap is in ``launch``.
+The timeline of a rank alone is ``max(home compute, fetch) + slot compute``: home segments run while
+replicas arrive, slot segments after. The layer takes as long as its slowest rank; ranks that share
+cores (``parallel`` P < R) slow each other down: while n of them still work, each runs at P / n of
+its speed. One segment of m routes costs ``launch + max(read, padded rows * row)``: reading an
+expert's bytes and multiplying rows overlap on a GPU and the larger wins; what can't overlap is in
+``launch``. A replica that has just arrived costs ``cold`` once.
 """
 
 from __future__ import annotations
@@ -28,6 +30,10 @@ class Hardware:
         read_ps: reading one expert's weights (decode included where the runner decodes).
         launch_ps: fixed cost of one more segment on a rank.
         fetch_ps: moving one expert's bytes from its home to a slot.
+        cold_ps: first use of an expert that has just arrived, beyond ``read_ps`` (a runner that
+            decodes into a cache pays it once per replica).
+        parallel: ranks that can compute at the same time; 0: all of them (a device each). Fewer
+            when processes share the cores of a host.
         plan_ps: searching for a better plan than ``static``; ``auto`` doesn't search where even
             perfect balance would win back less.
     """
@@ -36,6 +42,8 @@ class Hardware:
     read_ps: int
     launch_ps: int
     fetch_ps: int
+    cold_ps: int = 0
+    parallel: int = 0
     plan_ps: int = 0
 
     def __post_init__(self) -> None:
@@ -110,7 +118,23 @@ def rank_times_ps(
         in_R = np.bincount(moved_r, minlength=R)
         busiest = np.maximum(in_R[moved_r], out_R[owners])
         np.maximum.at(fetch_R, moved_r, busiest * hardware.fetch_ps)
+        slot_R += in_R * hardware.cold_ps
     return np.maximum(home_R, fetch_R) + slot_R
+
+
+def layer_time_ps(times_R: Ints, parallel: int) -> int:
+    """When the last rank is done, if at most ``parallel`` run at full speed (0: all).
+
+    Ranks share the processors fairly. Example: times ``1 1 4`` on 2 processors: all three run at
+    2/3 speed until 1.5, then the last one alone for 3 more: 4.5.
+    """
+    ranks = times_R.size
+    if parallel <= 0 or parallel >= ranks:
+        return int(times_R.max())
+    ascending_R = np.sort(times_R)
+    gaps_R = np.diff(ascending_R, prepend=0)
+    crowd_R = np.maximum(np.arange(ranks, 0, -1), parallel)  # still working, at least P
+    return int((gaps_R * crowd_R).sum()) // parallel
 
 
 def _sum_by(index: Ints, values: Ints, size: int) -> Ints:

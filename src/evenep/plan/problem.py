@@ -8,7 +8,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
-from .cost import Hardware, compute_ps, rank_times_ps
+from .cost import Hardware, compute_ps, layer_time_ps, rank_times_ps
 from .placement import Ints, Placement
 from .residency import Residency
 
@@ -108,12 +108,12 @@ class Problem:
 
     @cached_property
     def static_time_ps(self) -> int:
-        """Modelled time when nothing moves: the slowest rank's home segments."""
+        """Modelled time when nothing moves: only home segments."""
         busy_E = compute_ps(self.routes_E, self.hardware, self.align)
         time_R = np.zeros(self.ranks, dtype=np.int64)
         np.add.at(time_R, self.placement.home_E, busy_E)
-        return int(time_R.max())
+        return layer_time_ps(time_R, self.hardware.parallel)
 
     def time_ps(self, alloc_ER: Ints) -> int:
-        """Modelled time of the layer: its slowest rank."""
-        return int(self.rank_times_ps(alloc_ER).max())
+        """Modelled time of the layer."""
+        return layer_time_ps(self.rank_times_ps(alloc_ER), self.hardware.parallel)

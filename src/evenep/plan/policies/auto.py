@@ -99,4 +99,5 @@ def _try_refined(search: _Search) -> None:
 
 def _bound_ps(problem: Problem) -> int:
     """No layer is faster: splitting an expert never lessens the ranks' summed compute time."""
-    return int(compute_ps(problem.routes_E, problem.hardware, problem.align).sum()) // problem.ranks
+    work_ps = int(compute_ps(problem.routes_E, problem.hardware, problem.align).sum())
+    return work_ps // min(problem.ranks, problem.hardware.parallel or problem.ranks)

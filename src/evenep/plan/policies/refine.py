@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from ..cost import compute_ps
+from ..cost import compute_ps, layer_time_ps
 from ..placement import Ints
 from ..problem import Problem
 
@@ -32,8 +32,10 @@ def refine(problem: Problem, alloc_ER: Ints, *, max_steps: int) -> Ints:
 
 
 def _key(problem: Problem, alloc_ER: Ints) -> tuple[int, ...]:
-    """Slowest rank first, then the next slowest …: progress while several ranks tie."""
-    return tuple(sorted(problem.rank_times_ps(alloc_ER).tolist(), reverse=True)[:4])
+    """Layer time, then the slowest rank, the next slowest …: progress while several ranks tie."""
+    times_R = problem.rank_times_ps(alloc_ER)
+    layer_ps = layer_time_ps(times_R, problem.hardware.parallel)
+    return (layer_ps, *sorted(times_R.tolist(), reverse=True)[:4])
 
 
 def _moves(problem: Problem, alloc_ER: Ints) -> list[Ints]:
