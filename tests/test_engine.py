@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
+
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
-from evenep import Activation, Engine, EPConfig, EPGroup, ExpertWeights, launch
+import evenep
+from evenep import Activation, Engine, EPConfig, EPGroup, ExpertWeights, Hardware, launch
 from evenep.formats import format_of
 
 from . import oracle
@@ -212,3 +216,30 @@ def test_two_steps_in_flight_equal_one_after_the_other(transport: str) -> None:
     for plain, first, second in launch(_two_in_flight, 3, transport, (cfg, inputs)):
         assert torch.equal(plain, first)
         assert torch.equal(plain, second)
+
+
+def _chosen(group: EPGroup, cfg: EPConfig, inputs: Inputs, hardware: Hardware) -> list[str]:
+    with Engine(cfg, group, ExpertWeights.random(cfg), hardware=hardware) as engine:
+        for _ in range(8):
+            engine(*inputs.of(group.rank))
+        assert {record.policy for record in engine.records} == {"auto"}
+        return [record.chosen for record in engine.records]
+
+
+def test_auto_rests_where_its_searches_do_not_pay_and_all_ranks_rest_together() -> None:
+    cfg = config()
+    inputs = Inputs.skewed(cfg, [20, 20, 20])
+    eager = launch(_chosen, 3, "threads", (cfg, inputs, EAGER))
+    assert "static" not in eager[0]
+    plan = evenep.plan(counts_of(cfg, inputs), cfg, hardware=EAGER)
+    won_ps = round((plan.stats.static_time_s - plan.stats.time_s) * 1e12)
+    slow = dataclasses.replace(EAGER, plan_ps=won_ps + 1)  # searches, but barely in vain
+    rested = launch(_chosen, 3, "threads", (cfg, inputs, slow))
+    assert rested[0] == rested[1] == rested[2]
+    assert rested[0].count("static") >= 4
+
+
+def counts_of(cfg: EPConfig, inputs: Inputs) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
+    """``[R, E]`` counts of a step's inputs."""
+    ids = [inputs.of(r)[1].reshape(-1).numpy() for r in range(cfg.ranks)]
+    return np.stack([np.bincount(i[i >= 0], minlength=cfg.num_experts) for i in ids])

@@ -37,6 +37,7 @@ from .group import EPGroup
 from .observe import StepRecord
 from .plan import Hardware, Placement, Plan, plan
 from .plan.cost import PS
+from .plan.pace import Pace
 from .plan.planner import verify
 from .plan.policies import POLICIES
 from .settings import Settings
@@ -92,6 +93,7 @@ class Engine:
         self.records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._epoch, self._closed = 0, False
         self._poison: BaseException | None = None
+        self._paces: dict[int, Pace] = {}
         self._steps: list[Step | None] = [None] * cfg.in_flight
         self.transport = group.connect(
             timeout_s=cfg.timeout_s,
@@ -185,13 +187,13 @@ class Engine:
             counts_RE = exchange_counts(self.transport, header, counts_E)
             if asked == "auto" and self.hardware is None:
                 self.hardware = self._measure_hardware(counts_RE, layer, lane)
-            made = self._plan(counts_RE, layer, lane, asked, self.hardware)
+            made = self._paced_plan(counts_RE, layer, lane, asked)
         except PlanError:
             raise  # the same on every rank, and nothing was queued: the engine stays usable
         except BaseException as error:
             self.poison(error)
             raise
-        record = self._record(made, layer, topk_ids_TK)
+        record = self._record(made, layer, topk_ids_TK, asked)
         step = Step(
             self,
             made,
@@ -255,6 +257,7 @@ class Engine:
         self.transport.reset()
         self.fetch_lane = FetchLane()
         self.store.forget()
+        self._paces.clear()
         self._steps = [None] * self.cfg.in_flight
         try:
             self._epoch = agreed_max(self.transport, self._epoch, Tag("reset"))
@@ -343,6 +346,18 @@ class Engine:
         plan_ps = agreed_max(self.transport, round(min(times_s) * PS), tag, lane)
         return replace(found, plan_ps=plan_ps)
 
+    def _paced_plan(self, counts_RE: Tensor, layer: int, lane: int, asked: str) -> Plan:
+        """The step's plan; ``auto`` rests on layers where its searches don't pay."""
+        pace = self._paces.setdefault(layer, Pace())
+        if asked != "auto":
+            return self._plan(counts_RE, layer, lane, asked, self.hardware)
+        if not pace.search_now():
+            return self._plan(counts_RE, layer, lane, "static", self.hardware)
+        made = self._plan(counts_RE, layer, lane, asked, self.hardware)
+        cost_s = self.hardware.plan_ps / PS if self.hardware else 0.0
+        pace.learn(made.stats.static_time_s - made.stats.time_s, cost_s)
+        return made
+
     def _plan(
         self, counts_RE: Tensor, layer: int, lane: int, policy: str, hardware: Hardware | None
     ) -> Plan:
@@ -358,7 +373,7 @@ class Engine:
             verify(made, self.cfg, self.placement)
         return made
 
-    def _record(self, made: Plan, layer: int, ids_TK: Tensor) -> StepRecord:
+    def _record(self, made: Plan, layer: int, ids_TK: Tensor, asked: str) -> StepRecord:
         stats, rank = made.stats, self.group.rank
         return StepRecord(
             layer=layer,
@@ -366,7 +381,7 @@ class Engine:
             tokens=ids_TK.shape[0],
             routes=int(made.counts[rank].sum()),
             computed=int(made.loads[rank]),
-            policy=stats.policy,
+            policy=asked,
             chosen=stats.chosen,
             imbalance_before=stats.imbalance_before,
             imbalance_after=stats.imbalance_after,
