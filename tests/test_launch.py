@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pickle
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -197,3 +198,9 @@ def test_impossible_launches_are_refused(ranks: int, transport: str) -> None:
 def test_a_function_that_can_not_be_sent_is_refused_with_what_to_do() -> None:
     with pytest.raises(ConfigError, match="module-level function"):
         launch(lambda group: group.rank, 2, "shm")
+
+
+def test_a_program_from_standard_input_is_told_to_use_a_file() -> None:
+    code = "from evenep import launch\nlaunch(print, 2, 'shm')\n"
+    done = subprocess.run([sys.executable, "-"], input=code, capture_output=True, text=True)
+    assert "save it to a file" in done.stderr

@@ -13,6 +13,7 @@ import os
 import pickle
 import signal
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -145,6 +146,16 @@ def _launch_processes(
     grace_s: float,
     timeout_s: float | None,
 ) -> Outcomes:
+    main = getattr(sys.modules["__main__"], "__file__", None)
+    if main is not None and not os.path.exists(main):
+        raise ConfigError(
+            explain(
+                "processes can't import the main program",
+                where="launch",
+                got=main,
+                fix="save it to a file, or use transport='threads'",
+            )
+        )
     context = _context()
     store = _store()
     pipes: dict[Connection, int] = {}
