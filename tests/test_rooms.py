@@ -22,6 +22,7 @@ ORDER = [
     "checks",
     "exchange",
     "experts",
+    "planning",
     "observe",
     "step",
     "engine",

@@ -5,14 +5,11 @@ T tokens, K top-k, E experts, H row width.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 from .config import EPConfig
 from .errors import ConfigError, InputError, explain
-from .plan import Placement
 from .support import require
 
 
@@ -74,24 +71,6 @@ def check_routing(cfg: EPConfig, ids_TK: Tensor, weights_TK: Tensor) -> None:
         )
     if not torch.isfinite(weights_TK[ids_TK >= 0]).all():
         raise InputError(explain("a routed weight isn't finite", where="topk_weights_TK"))
-
-
-def resolve_placement(cfg: EPConfig, placement: Placement | Sequence[int] | None) -> Placement:
-    """Contiguous homes by default; a map must fit the config."""
-    if placement is None:
-        return Placement.contiguous(cfg.num_experts, cfg.ranks)
-    if not isinstance(placement, Placement):
-        placement = Placement.from_homes(placement, cfg.ranks)
-    if (placement.num_experts, placement.ranks) != (cfg.num_experts, cfg.ranks):
-        raise ConfigError(
-            explain(
-                "placement doesn't fit the config",
-                where="Engine",
-                expected=f"{cfg.num_experts} experts on {cfg.ranks} ranks",
-                got=f"{placement.num_experts} experts on {placement.ranks} ranks",
-            )
-        )
-    return placement
 
 
 def check_fit(cfg: EPConfig, group_size: int, theirs: EPConfig) -> None:

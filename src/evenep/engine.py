@@ -8,7 +8,6 @@ from __future__ import annotations
 import time
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -20,7 +19,7 @@ from .agreement import (
     exchange_counts,
     gather_words,
 )
-from .checks import check_fit, check_routing, check_rows, resolve_placement
+from .checks import check_fit, check_routing, check_rows
 from .config import EPConfig
 from .errors import (
     InputError,
@@ -32,14 +31,11 @@ from .errors import (
 from .exchange.buffers import Buffers
 from .exchange.routes import count_routes
 from .experts import make_runner
-from .experts.measure import measure
 from .group import EPGroup
 from .observe import StepRecord
-from .plan import Hardware, Placement, Plan, plan
-from .plan.cost import PS
-from .plan.pace import Pace
-from .plan.planner import verify
+from .plan import Hardware, Placement, Plan
 from .plan.policies import POLICIES
+from .planning import StepPlanner
 from .settings import Settings
 from .step import Step
 from .support import require
@@ -87,13 +83,12 @@ class Engine:
         progress: Progress | None = None,
     ) -> None:
         self.cfg, self.group = cfg, group
-        self.placement = resolve_placement(cfg, placement)
+        self.placement = Placement.resolve(placement, cfg.num_experts, cfg.ranks)
         check_fit(cfg, group.size, experts.cfg)
         self.settings = Settings.from_environment()
         self.records: deque[StepRecord] = deque(maxlen=_RECORDS)
         self._epoch, self._closed = 0, False
         self._poison: BaseException | None = None
-        self._paces: dict[int, Pace] = {}
         self._steps: list[Step | None] = [None] * cfg.in_flight
         self.transport = group.connect(
             timeout_s=cfg.timeout_s,
@@ -111,7 +106,15 @@ class Engine:
             for layer in experts.layers:
                 self.store.load(layer, experts, progress)
             self.transport.barrier(Tag("construct"), cfg.load_timeout_s)
-            self.hardware = hardware
+            self._planner = StepPlanner(
+                cfg,
+                self.placement,
+                self.transport,
+                self.store,
+                self.runner,
+                hardware,
+                debug=self.settings.debug,
+            )
         except BaseException as error:
             self.transport.fail(error)
             self.transport.close(orderly=False)
@@ -185,9 +188,7 @@ class Engine:
             )
             counts_E = count_routes(topk_ids_TK, self.cfg.num_experts)
             counts_RE = exchange_counts(self.transport, header, counts_E)
-            if asked == "auto" and self.hardware is None:
-                self.hardware = self._measure_hardware(counts_RE, layer, lane)
-            made = self._paced_plan(counts_RE, layer, lane, asked)
+            made = self._planner.plan(counts_RE, header, asked)
         except PlanError:
             raise  # the same on every rank, and nothing was queued: the engine stays usable
         except BaseException as error:
@@ -208,6 +209,11 @@ class Engine:
         self._steps[lane] = step
         self._epoch += 1
         return step
+
+    @property
+    def hardware(self) -> Hardware | None:
+        """Cost constants in use; None until the first ``auto`` step has measured them."""
+        return self._planner.hardware
 
     # ---- weights
 
@@ -257,7 +263,7 @@ class Engine:
         self.transport.reset()
         self.fetch_lane = FetchLane()
         self.store.forget()
-        self._paces.clear()
+        self._planner.forget()
         self._steps = [None] * self.cfg.in_flight
         try:
             self._epoch = agreed_max(self.transport, self._epoch, Tag("reset"))
@@ -279,7 +285,7 @@ class Engine:
         finally:
             self.fetch_lane.close()
             # Whoever keeps a closed engine around doesn't keep its experts.
-            del self.store, self.buffers, self.runner
+            del self.store, self.buffers, self.runner, self._planner
 
     def __enter__(self) -> Engine:
         return self
@@ -330,48 +336,6 @@ class Engine:
         poison = self.settings.poison  # it adds a wait to every step
         homes, layers = self.placement.home_E.tolist(), list(experts.layers)
         return repr([self.cfg.digest(), homes, layers, hardware, poison])
-
-    def _measure_hardware(self, counts_RE: Tensor, layer: int, lane: int) -> Hardware:
-        """Cost constants of this machine, planning included; the slowest rank's count. Collective.
-
-        Measured once the counts are in: by then all ranks agree that this step is ``auto``.
-        """
-        tag = Tag("counts", layer, self._epoch)
-        found = measure(self.runner, self.store, self.transport, lane=lane, tag=tag)
-        times_s = []
-        for _ in range(2):  # the first one pays for imports and caches
-            start = time.perf_counter()
-            self._plan(counts_RE, layer, lane, "auto", found)
-            times_s.append(time.perf_counter() - start)
-        plan_ps = agreed_max(self.transport, round(min(times_s) * PS), tag, lane)
-        return replace(found, plan_ps=plan_ps)
-
-    def _paced_plan(self, counts_RE: Tensor, layer: int, lane: int, asked: str) -> Plan:
-        """The step's plan; ``auto`` rests on layers where its searches don't pay."""
-        pace = self._paces.setdefault(layer, Pace())
-        if asked != "auto":
-            return self._plan(counts_RE, layer, lane, asked, self.hardware)
-        if not pace.search_now():
-            return self._plan(counts_RE, layer, lane, "static", self.hardware)
-        made = self._plan(counts_RE, layer, lane, asked, self.hardware)
-        cost_s = self.hardware.plan_ps / PS if self.hardware else 0.0
-        pace.learn(made.stats.static_time_s - made.stats.time_s, cost_s)
-        return made
-
-    def _plan(
-        self, counts_RE: Tensor, layer: int, lane: int, policy: str, hardware: Hardware | None
-    ) -> Plan:
-        made = plan(
-            counts_RE.numpy(),
-            self.cfg,
-            self.placement,
-            self.store.residency(layer, lane),
-            policy,
-            hardware,
-        )
-        if self.settings.debug:
-            verify(made, self.cfg, self.placement)
-        return made
 
     def _record(self, made: Plan, layer: int, ids_TK: Tensor, asked: str) -> StepRecord:
         stats, rank = made.stats, self.group.rank

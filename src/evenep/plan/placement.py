@@ -65,6 +65,29 @@ class Placement:
             local_E[list(experts)] = np.arange(len(experts))
         return cls(home_E, local_E, ranks, owned)
 
+    @classmethod
+    def resolve(
+        cls, given: Placement | Sequence[int] | None, num_experts: int, ranks: int
+    ) -> Placement:
+        """Contiguous homes for None, a map of one home rank per expert, or a placement as it is.
+
+        Raises:
+            ConfigError: it is for other sizes.
+        """
+        if given is None:
+            return cls.contiguous(num_experts, ranks)
+        found = given if isinstance(given, Placement) else cls.from_homes(given, ranks)
+        if (found.num_experts, found.ranks) != (num_experts, ranks):
+            raise ConfigError(
+                explain(
+                    "placement doesn't fit the config",
+                    where="Placement",
+                    expected=f"{num_experts} experts on {ranks} ranks",
+                    got=f"{found.num_experts} experts on {found.ranks} ranks",
+                )
+            )
+        return found
+
     @property
     def num_experts(self) -> int:
         """E."""

@@ -119,22 +119,11 @@ def plan(
 
     Raises:
         InputError: counts or residency have the wrong shape or values.
+        ConfigError: the placement is for other sizes.
         PlanError: the policy needs more slots than there are.
     """
     counts_RE = _checked_counts(counts, cfg)
-    if placement is None:
-        placement = Placement.contiguous(cfg.num_experts, cfg.ranks)
-    elif not isinstance(placement, Placement):
-        placement = Placement.from_homes(placement, cfg.ranks)
-    if (placement.num_experts, placement.ranks) != (cfg.num_experts, cfg.ranks):
-        raise InputError(
-            explain(
-                "placement doesn't fit the config",
-                where="plan",
-                expected=f"{cfg.num_experts} experts on {cfg.ranks} ranks",
-                got=f"{placement.num_experts} experts on {placement.ranks} ranks",
-            )
-        )
+    placement = Placement.resolve(placement, cfg.num_experts, cfg.ranks)
     problem = Problem(
         counts_RE=counts_RE,
         placement=placement,
