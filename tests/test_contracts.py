@@ -62,6 +62,7 @@ BAD_ROUTING: dict[str, tuple[Spoil, type[Exception], str]] = {
     "fp32 rows": (lambda x, i, w: (x.float(), i, w), UnsupportedError, "float32"),
     "rows on another device": (lambda x, i, w: (x.to("meta"), i, w), UnsupportedError, "device"),
     "gradient": (lambda x, i, w: (x.requires_grad_(), i, w), InputError, "backward"),
+    "weight gradient": (lambda x, i, w: (x, i, w.requires_grad_()), InputError, "topk_weights_TK"),
 }
 
 
@@ -75,6 +76,23 @@ def test_a_bad_argument_is_refused_by_name_and_the_engine_goes_on(name: str) -> 
             engine(*spoil(x.clone(), ids.clone(), weights.clone()))
         assert engine(x, ids, weights).shape == x.shape
         assert len(engine.records) == 1
+
+    alone(body)
+
+
+def test_a_gradient_is_refused_verb_by_verb_too() -> None:
+    def body(engine: Engine) -> None:
+        x, ids, weights = good(engine.cfg)
+        with pytest.raises(InputError, match="backward"):
+            engine.begin(ids, weights.clone().requires_grad_())
+        step = engine.begin(ids, weights)
+        with pytest.raises(InputError, match="backward"):
+            step.dispatch(x.clone().requires_grad_())
+        with torch.no_grad():
+            step.dispatch(x.clone().requires_grad_())
+        step.fetch()
+        step.compute()
+        assert not step.combine().requires_grad
 
     alone(body)
 

@@ -22,16 +22,7 @@ def check_rows(cfg: EPConfig, x_TH: Tensor, tokens: int) -> None:
         raise InputError(
             explain("wrong shape", where="x_TH", expected=expected, got=tuple(x_TH.shape))
         )
-    if x_TH.requires_grad and torch.is_grad_enabled():
-        raise InputError(
-            explain(
-                "the engine has no backward pass",
-                where="x_TH",
-                expected="no gradient",
-                got="requires_grad=True",
-                fix="call it under torch.no_grad(), or detach x",
-            )
-        )
+    _refuse_gradient(x_TH, "x_TH")
 
 
 def check_routing(cfg: EPConfig, ids_TK: Tensor, weights_TK: Tensor) -> None:
@@ -69,8 +60,22 @@ def check_routing(cfg: EPConfig, ids_TK: Tensor, weights_TK: Tensor) -> None:
                 got=int(ids_TK.max()),
             )
         )
+    _refuse_gradient(weights_TK, "topk_weights_TK")
     if not torch.isfinite(weights_TK[ids_TK >= 0]).all():
         raise InputError(explain("a routed weight isn't finite", where="topk_weights_TK"))
+
+
+def _refuse_gradient(tensor: Tensor, name: str) -> None:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        raise InputError(
+            explain(
+                "the engine has no backward pass",
+                where=name,
+                expected="no gradient",
+                got="requires_grad=True",
+                fix="call it under torch.no_grad(), or detach it",
+            )
+        )
 
 
 def check_fit(cfg: EPConfig, group_size: int, theirs: EPConfig) -> None:

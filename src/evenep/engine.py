@@ -157,7 +157,6 @@ class Engine:
         step.compute()
         return step.combine()
 
-    @torch.no_grad()
     def begin(
         self,
         topk_ids_TK: Tensor,

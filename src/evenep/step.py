@@ -78,12 +78,11 @@ class Step:
 
     # ---- the verbs
 
-    @torch.no_grad()
     def dispatch(self, x_TH: Tensor) -> None:
         """Write this rank's rows to their experts' ranks. ``x_TH``: BF16 ``[T, H]``."""
         self._require(State.PLANNED, "dispatch")
         check_rows(self._engine.cfg, x_TH, self._ids_TK.shape[0])
-        with self._doing("dispatch"):
+        with self._doing("dispatch"), torch.no_grad():
             runs = self.plan.runs(self._engine.group.rank)
             self._routes = build_routes(self._ids_TK, runs, self._engine.cfg.ranks)
             weights_TK = self._weights_TK if self._experts_weigh else None
