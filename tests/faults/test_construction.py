@@ -51,7 +51,7 @@ def fail(kind: str) -> None:
 def build(group: EPGroup, kind: str, where: str, victim: int) -> None:
     """Fail before the engine is built, or in the middle of it."""
     start = time.monotonic()
-    cfg = harness.config(timeout_s=1.2)
+    cfg = harness.config(timeout_s=1.2, load_timeout_s=1.2)
     experts = ExpertWeights.random(cfg, harness.LAYERS)
     try:
         if group.rank == victim and where == "before":
