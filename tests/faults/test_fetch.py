@@ -30,8 +30,9 @@ def _stop_in_transit(group: EPGroup, cfg: EPConfig, inputs: Inputs, victim: int)
 
             def stop_then_fetch(*args: object) -> None:
                 arrived.wait()
-                time.sleep(1.2)  # the peers have this rank's rows by now
+                time.sleep(0.6)  # the peers have this rank's rows by now
                 os.kill(os.getpid(), signal.SIGSTOP)
+                time.sleep(0.5)  # a stop reaches the thread that asked for it a moment later
                 fetch(*args)  # type: ignore[arg-type]
 
             transport.arrive = arrive_then_say  # type: ignore[method-assign,assignment]
@@ -48,13 +49,13 @@ def _stop_in_transit(group: EPGroup, cfg: EPConfig, inputs: Inputs, victim: int)
 
 @pytest.mark.parametrize("victim", [0, 1, 2])
 def test_the_owner_of_a_replica_that_stops_in_transit_is_named(victim: int) -> None:
-    cfg = config(policy="exact", timeout_s=3.0)
+    cfg = config(policy="exact", timeout_s=2.0)
     inputs = Inputs.skewed(cfg, [20, 20, 20])
     said: list[tuple[int, tuple[object, ...]]] = []
     with pytest.raises(LaunchError):
         launch(
             _stop_in_transit, 3, "collective", (cfg, inputs, victim),
-            on_event=lambda rank, message: said.append((rank, message)), grace_s=8.0,
+            on_event=lambda rank, message: said.append((rank, message)), grace_s=6.0,
         )  # fmt: skip
     named = {rank: message[1:] for rank, message in said if message[0] == "named"}
     waits = {rank for rank, m in said if m[0] == "owners" and victim in list(m[1])}  # type: ignore[call-overload]
