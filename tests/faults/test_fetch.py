@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from typing import Any
 
 import pytest
 
@@ -47,20 +48,16 @@ def _stop_in_transit(group: EPGroup, cfg: EPConfig, inputs: Inputs, victim: int)
             raise
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
-def test_the_owner_of_a_replica_that_stops_in_transit_is_named(victim: int) -> None:
+def test_the_owner_of_a_replica_that_stops_in_transit_is_named() -> None:
     cfg = config(policy="exact", timeout_s=2.0)
-    inputs = Inputs.skewed(cfg, [20, 20, 20])
-    said: list[tuple[int, tuple[object, ...]]] = []
+    inputs = Inputs.skewed(cfg, [20, 20, 20])  # rank 0 is home to what is hot
+    said: list[tuple[int, tuple[Any, ...]]] = []
     with pytest.raises(LaunchError):
         launch(
-            _stop_in_transit, 3, "collective", (cfg, inputs, victim),
+            _stop_in_transit, 3, "collective", (cfg, inputs, 0),
             on_event=lambda rank, message: said.append((rank, message)), grace_s=6.0,
         )  # fmt: skip
+    owners = {rank: message[1] for rank, message in said if message[0] == "owners"}
+    assert owners == {0: [], 1: [0], 2: [0]}
     named = {rank: message[1:] for rank, message in said if message[0] == "named"}
-    waits = {rank for rank, m in said if m[0] == "owners" and victim in list(m[1])}  # type: ignore[call-overload]
-    assert set(named) == {0, 1, 2} - {victim}
-    for rank, (kind, peer, phase) in named.items():
-        assert (kind, peer) == (PeerTimeout, victim), f"rank {rank}: {named}"
-        assert phase in ("fetch", "combine")
-    assert all(named[rank][2] == "fetch" for rank in waits - {victim})
+    assert named == dict.fromkeys((1, 2), (PeerTimeout, 0, "fetch"))
