@@ -48,16 +48,17 @@ def _stop_in_transit(group: EPGroup, cfg: EPConfig, inputs: Inputs, victim: int)
             raise
 
 
-def test_the_owner_of_a_replica_that_stops_in_transit_is_named() -> None:
+@pytest.mark.parametrize("victim", [0, 1, 2])
+def test_a_rank_that_stops_in_transit_is_named_by_all_others(victim: int) -> None:
     cfg = config(policy="exact", timeout_s=2.0)
     inputs = Inputs.skewed(cfg, [20, 20, 20])  # rank 0 is home to what is hot
     said: list[tuple[int, tuple[Any, ...]]] = []
     with pytest.raises(LaunchError):
         launch(
-            _stop_in_transit, 3, "collective", (cfg, inputs, 0),
+            _stop_in_transit, 3, "collective", (cfg, inputs, victim),
             on_event=lambda rank, message: said.append((rank, message)), grace_s=6.0,
         )  # fmt: skip
     owners = {rank: message[1] for rank, message in said if message[0] == "owners"}
     assert owners == {0: [], 1: [0], 2: [0]}
-    named = {rank: message[1:] for rank, message in said if message[0] == "named"}
-    assert named == dict.fromkeys((1, 2), (PeerTimeout, 0, "fetch"))
+    named = {rank: message[1:3] for rank, message in said if message[0] == "named"}
+    assert named == dict.fromkeys({0, 1, 2} - {victim}, (PeerTimeout, victim))

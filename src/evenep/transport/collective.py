@@ -130,7 +130,9 @@ class CollectiveTransport(Transport):
                 post = getattr(self._fetches, "recv", None)
                 recv = self._start(t.source, post, row, tag, lane)
                 pending.append((t.source, recv, row))
-        self._finish(pending, tag)
+        # A rank blocked here is silent to peers that are further on: it must speak before they
+        # give up, or they would blame it and not the one it waits for.
+        self._finish(pending, tag, 0.75 * self.timeout_s)
 
     # ---- life and death
 
