@@ -312,7 +312,7 @@ def test_a_source_without_the_layer_is_refused() -> None:
 def test_a_closed_engine_lets_go_of_its_experts() -> None:
     def body(engine: Engine) -> None:
         row = weakref.ref(engine.store.layer(0).stacked["w13"])
-        cache = weakref.ref(engine.runner)
+        cache = weakref.ref(engine._machine.runner)  # type: ignore[attr-defined]
         engine.close()
         gc.collect()
         assert row() is None

@@ -25,6 +25,8 @@ ORDER = [
     "experts",
     "planning",
     "observe",
+    "machine",
+    "host",
     "device",
     "step",
     "engine",

@@ -13,12 +13,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from .agreement import (
-    StepHeader,
-    agreed_max,
-    exchange_counts,
-    gather_words,
-)
+from .agreement import agreed_max, gather_words
 from .checks import check_fit, check_routing, check_rows
 from .config import EPConfig
 from .errors import (
@@ -28,19 +23,15 @@ from .errors import (
     StateError,
     explain,
 )
-from .exchange.buffers import Buffers
-from .exchange.routes import count_routes
-from .experts import make_runner
 from .group import EPGroup
+from .host import HostMachine
+from .machine import Machine, Opening, Setup
 from .observe import StepRecord
-from .plan import Hardware, Placement, Plan
-from .plan.policies import POLICIES
-from .planning import StepPlanner
+from .plan import Hardware, Placement
 from .settings import Settings
 from .step import Step
 from .support import require
 from .transport import Tag
-from .weights.lane import FetchLane
 from .weights.source import ExpertWeights, Progress
 from .weights.store import ExpertStore
 
@@ -97,29 +88,22 @@ class Engine:
             identity=self._identity(experts, hardware),
         )
         try:
-            self.runner = make_runner(cfg)
-            self.store = ExpertStore(cfg, self.placement, self.transport, experts.layers)
-            self.buffers = Buffers.make(cfg, self.store.home_rows, self.transport)
-            if self.settings.poison:
-                for buffers in self.buffers:
-                    buffers.poison()
-            for layer in experts.layers:
-                self.store.load(layer, experts, progress)
-            self.transport.barrier(Tag("construct"), cfg.load_timeout_s)
-            self._planner = StepPlanner(
-                cfg,
-                self.placement,
-                self.transport,
-                self.store,
-                self.runner,
-                hardware,
-                debug=self.settings.debug,
+            self._machine: Machine = HostMachine(
+                Setup(
+                    cfg=cfg,
+                    placement=self.placement,
+                    transport=self.transport,
+                    experts=experts,
+                    hardware=hardware,
+                    settings=self.settings,
+                    progress=progress,
+                )
             )
+            self.transport.barrier(Tag("construct"), cfg.load_timeout_s)
         except BaseException as error:
             self.transport.fail(error)
             self.transport.close(orderly=False)
             raise
-        self.fetch_lane = FetchLane()
 
     # ---- a step
 
@@ -175,36 +159,25 @@ class Engine:
         asked = policy or self.cfg.policy
         require("policy", asked, where="Engine.begin")
         lane = self._free_lane()
+        opening = Opening(
+            layer=layer,
+            lane=lane,
+            epoch=self._epoch,
+            policy=asked,
+            ids_TK=topk_ids_TK,
+            weights_TK=topk_weights_TK,
+        )
         start = time.perf_counter()
         try:
-            header = StepHeader(
-                layer=layer,
-                epoch=self._epoch,
-                lane=lane,
-                weight_version=self.store.version(layer),
-                policy=list(POLICIES).index(asked),
-                tokens=topk_ids_TK.shape[0],
-            )
-            counts_E = count_routes(topk_ids_TK, self.cfg.num_experts)
-            counts_RE = exchange_counts(self.transport, header, counts_E)
-            made = self._planner.plan(counts_RE, header, asked)
+            with torch.no_grad():
+                work = self._machine.open(opening)
         except PlanError:
             raise  # the same on every rank, and nothing was queued: the engine stays usable
         except BaseException as error:
             self.poison(error)
             raise
-        record = self._record(made, layer, topk_ids_TK, asked)
-        step = Step(
-            self,
-            made,
-            layer=layer,
-            lane=lane,
-            epoch=self._epoch,
-            ids_TK=topk_ids_TK,
-            weights_TK=topk_weights_TK,
-            record=record,
-        )
-        record.stage_s["plan"] = time.perf_counter() - start
+        work.record.stage_s["plan"] = time.perf_counter() - start
+        step = Step(self, opening, work)
         self._steps[lane] = step
         self._epoch += 1
         return step
@@ -212,9 +185,14 @@ class Engine:
     @property
     def hardware(self) -> Hardware | None:
         """Cost constants in use; None until the first ``auto`` step has measured them."""
-        return self._planner.hardware
+        return self._machine.hardware
 
     # ---- weights
+
+    @property
+    def store(self) -> ExpertStore:
+        """This rank's experts and slots."""
+        return self._machine.store
 
     def update_weights(self, layer: int, experts: ExpertWeights) -> None:
         """Replace a layer's weights; every replica of the old ones is void. Collective."""
@@ -234,9 +212,11 @@ class Engine:
             raise StateError(explain("a step is in flight", where="Engine.update_weights"))
         try:
             tag, patience_s = Tag("construct", layer), self.cfg.load_timeout_s
+            self._machine.quiesce()
             self.transport.barrier(tag, patience_s)  # nobody reads the old rows any more
             self.store.load(layer, experts)
             self.store.bump_version(layer)
+            self._machine.quiesce()
             self.transport.barrier(tag, patience_s)
         except BaseException as error:
             self.poison(error)
@@ -258,11 +238,9 @@ class Engine:
         for step in self._steps:
             if step is not None:
                 step.abandon()
-        self.fetch_lane.close()
+        self._machine.halt()
         self.transport.reset()
-        self.fetch_lane = FetchLane()
-        self.store.forget()
-        self._planner.forget()
+        self._machine.restart()
         self._steps = [None] * self.cfg.in_flight
         try:
             self._epoch = agreed_max(self.transport, self._epoch, Tag("reset"))
@@ -282,9 +260,7 @@ class Engine:
         try:
             self.transport.close(orderly=orderly)
         finally:
-            self.fetch_lane.close()
-            # Whoever keeps a closed engine around doesn't keep its experts.
-            del self.store, self.buffers, self.runner, self._planner
+            self._machine.close()  # whoever keeps a closed engine doesn't keep its experts
 
     def __enter__(self) -> Engine:
         return self
@@ -318,41 +294,18 @@ class Engine:
                 )
             )
 
-    def end_step(self, step: Step, lane: int, rows: int) -> None:
+    def end_step(self, step: Step, lane: int) -> None:
         """Take a lane's lease back."""
-        if self.settings.poison:
-            # Peers may still be pulling: only this debug mode needs to know when they are done.
-            nothing = torch.zeros(0, dtype=torch.int64)
-            self.transport.all_gather(nothing, Tag("combine", epoch=self._epoch), lane)
-            self.buffers[lane].poison(rows)
         self._steps[lane] = None
         self.records.append(step.record)
 
-    # ---- planning
+    # ---- inside
 
     def _identity(self, experts: ExpertWeights, hardware: Hardware | None) -> str:
         """Equal on ranks that may work together."""
         poison = self.settings.poison  # it adds a wait to every step
         homes, layers = self.placement.home_E.tolist(), list(experts.layers)
         return repr([self.cfg.digest(), homes, layers, hardware, poison])
-
-    def _record(self, made: Plan, layer: int, ids_TK: Tensor, asked: str) -> StepRecord:
-        stats, rank = made.stats, self.group.rank
-        return StepRecord(
-            layer=layer,
-            epoch=self._epoch,
-            tokens=ids_TK.shape[0],
-            routes=int(made.counts[rank].sum()),
-            computed=int(made.loads[rank]),
-            policy=asked,
-            chosen=stats.chosen,
-            imbalance_before=stats.imbalance_before,
-            imbalance_after=stats.imbalance_after,
-            replicas=stats.replicas,
-            fetches=stats.fetches,
-            fetch_bytes=stats.fetch_bytes,
-            saved_bytes=stats.saved_bytes,
-        )
 
     def _free_lane(self) -> int:
         for lane, step in enumerate(self._steps):

@@ -63,7 +63,7 @@ class DeviceRunner(ABC):
         return self.format.specs(self.cfg)
 
     def pack(self, tensors: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
-        """One expert's format tensors (on the device) into the store's row. Not on the step path."""
+        """One expert's format tensors (on the device) into a store row. Not on the step path."""
         for name, row in out.items():
             row.copy_(tensors[name])
 

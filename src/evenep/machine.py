@@ -1,0 +1,129 @@
+"""What carries out an engine's steps: the host's own threads, or work queued on a GPU.
+
+The engine keeps what both share (checks, leases, order, poison); a machine owns the transport's
+windows: weights, slots, receive buffers. A ``Work`` is one step under way.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from .config import EPConfig
+from .observe import StepRecord
+from .plan import Hardware, Placement, Plan
+from .settings import Settings
+from .transport import Transport
+from .weights.source import ExpertWeights, Progress
+from .weights.store import ExpertStore
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Setup:
+    """What a machine is built from; equal on every rank but for the transport's own rank."""
+
+    cfg: EPConfig
+    placement: Placement
+    transport: Transport
+    experts: ExpertWeights
+    hardware: Hardware | None
+    settings: Settings
+    progress: Progress | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Opening:
+    """A step about to begin.
+
+    Attributes:
+        layer, lane, epoch: which step, on which lane's buffers.
+        policy: asked for.
+        ids_TK, weights_TK: the router's output, checked.
+    """
+
+    layer: int
+    lane: int
+    epoch: int
+    policy: str
+    ids_TK: Tensor
+    weights_TK: Tensor
+
+
+class Work(ABC):
+    """One step under way; the verbs come in order, each once.
+
+    Attributes:
+        record: what the step did so far.
+    """
+
+    record: StepRecord
+
+    @property
+    @abstractmethod
+    def plan(self) -> Plan:
+        """The step's plan. On a GPU this waits for the plan and copies it."""
+
+    @abstractmethod
+    def dispatch(self, x_TH: Tensor) -> None:
+        """Send this rank's rows to their experts' ranks."""
+
+    @abstractmethod
+    def fetch(self) -> None:
+        """Start moving the replicas' bytes."""
+
+    @abstractmethod
+    def compute(self) -> None:
+        """Run this rank's experts on what arrived."""
+
+    @abstractmethod
+    def combine(self) -> Tensor:
+        """Bring the outputs home, summed; BF16 ``[T, H]``."""
+
+    @abstractmethod
+    def rows(self) -> Tensor:
+        """This rank's leased rows, BF16 ``[rows, H]``, between ``compute`` and ``combine``."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """The step is over, well or not: let its rows go."""
+
+
+class Machine(ABC):
+    """Carries out the steps of one engine. Construction is collective.
+
+    Attributes:
+        store: this rank's experts and slots.
+    """
+
+    store: ExpertStore
+
+    @property
+    @abstractmethod
+    def hardware(self) -> Hardware | None:
+        """Cost constants in use; None until measured."""
+
+    @abstractmethod
+    def open(self, opening: Opening) -> Work:
+        """Exchange counts and plan. Collective.
+
+        Raises:
+            PlanError: the same on every rank, before anything was queued.
+        """
+
+    @abstractmethod
+    def halt(self) -> None:
+        """Let go of what steps have under way, before the ranks meet again."""
+
+    @abstractmethod
+    def restart(self) -> None:
+        """Ready for steps after a reset: slots count as empty, weights stay."""
+
+    @abstractmethod
+    def quiesce(self) -> None:
+        """Wait until nothing this rank queued reads or writes its weights any more."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Release threads and memory."""
