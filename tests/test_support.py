@@ -18,7 +18,7 @@ from evenep.experts import RUNNERS
 from evenep.experts.activations import GATED
 from evenep.formats import FORMATS
 from evenep.plan.policies import POLICIES
-from evenep.transport import TRANSPORTS
+from evenep.transport import BY_DEVICE
 
 ROOT = Path(__file__).parents[1]
 DOCS = ROOT / "docs" / "support.md"
@@ -108,12 +108,16 @@ def test_every_supported_choice_of_a_config_builds(axis: str) -> None:
 def test_registries_and_supported_choices_are_the_same_sets() -> None:
     assert names("weight_format") == set(FORMATS)
     assert names("runner") == {"auto", *RUNNERS}
-    assert names("transport") == set(TRANSPORTS)
+    assert names("transport") == {name for kinds in BY_DEVICE.values() for name in kinds}
+    assert {d: set(t) for d, t in support.TRANSPORTS_OF.items()} == {
+        d: set(kinds) for d, kinds in BY_DEVICE.items()
+    }
+    assert names("device") == set(BY_DEVICE)
     assert names("policy") == set(POLICIES)
     assert names("activation") == set(KINDS) == {*GATED, "relu2"}
     assert names("reduction") == set(REDUCTIONS)
     assert names("route_weight") == set(ROUTE_WEIGHT_PLACES)
-    for registry in (FORMATS, RUNNERS, TRANSPORTS):
+    for registry in (FORMATS, RUNNERS, *BY_DEVICE.values()):
         assert all(key == entry.name for key, entry in registry.items())
 
 

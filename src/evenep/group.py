@@ -8,8 +8,8 @@ import torch.distributed as dist
 from torch.distributed import Store
 
 from .errors import AgreementError, BootstrapError, ConfigError, explain
-from .support import require
-from .transport import TRANSPORTS, Meeting, Tag, Transport
+from .support import require_transport
+from .transport import BY_DEVICE, Meeting, Tag, Transport
 from .transport.base import root_cause
 from .transport.place import host_identity
 
@@ -21,31 +21,45 @@ class EPGroup:
 
     Attributes:
         rank, size: this rank and how many there are.
-        transport: ``threads``, ``shm`` or ``collective``.
+        transport: ``threads``, ``shm`` or ``collective``; on a GPU ``threads`` or ``symm``.
+        device: ``cpu`` or ``cuda``, where weights and rows live. With ``cuda`` a rank uses the GPU
+            that is current when its engine is built.
     """
 
     def __init__(
-        self, store: Store, rank: int, size: int, *, transport: str, prefix: str = "evenep"
+        self,
+        store: Store,
+        rank: int,
+        size: int,
+        *,
+        transport: str,
+        device: str = "cpu",
+        prefix: str = "evenep",
     ) -> None:
-        require("transport", transport, where="EPGroup")
+        require_transport(transport, device, where="EPGroup")
         if not 0 <= rank < size:
             raise ConfigError(
                 explain("bad rank", where="EPGroup", expected=f"0 <= rank < {size}", got=rank)
             )
-        self.rank, self.size, self.transport = rank, size, transport
+        self.rank, self.size, self.transport, self.device = rank, size, transport, device
         self._store, self._prefix = store, prefix
         self._connections = 0
         self._open: list[Transport] = []
 
     @classmethod
     def from_torch(
-        cls, process_group: dist.ProcessGroup | None = None, transport: str = "auto"
+        cls,
+        process_group: dist.ProcessGroup | None = None,
+        transport: str = "auto",
+        device: str = "cpu",
     ) -> EPGroup:
         """The ranks of a torch process group; its store is where they meet. Collective.
 
         Args:
             process_group: None: the default group.
-            transport: ``auto`` takes ``shm`` when all ranks are on one host, else ``collective``.
+            transport: ``auto`` takes ``shm`` when all ranks are on one host, else ``collective``;
+                ``symm`` on GPUs.
+            device: ``cpu`` or ``cuda``.
 
         Raises:
             BootstrapError: no process group is initialised, or this process isn't in it.
@@ -67,9 +81,11 @@ class EPGroup:
         members = "-".join(map(str, ranks))
         store = dist.distributed_c10d._get_default_store()
         prefix = f"evenep/{members}/{_uses(store, members, rank)}"
-        if transport == "auto":
+        if transport == "auto" and device == "cuda":
+            transport = "symm"
+        elif transport == "auto":
             transport = _reachable(store, rank, size, prefix)
-        return cls(store, rank, size, transport=transport, prefix=prefix)
+        return cls(store, rank, size, transport=transport, device=device, prefix=prefix)
 
     def connect(
         self, *, timeout_s: float, lanes: int, gather_words: int, identity: str = ""
@@ -83,8 +99,9 @@ class EPGroup:
         meeting = self._seat(timeout_s)
         self._connections += 1
         try:
-            _agree(meeting, identity)
-            made = TRANSPORTS[self.transport](meeting, lanes=lanes, gather_words=gather_words)
+            _agree(meeting, f"{self.device} {identity}")
+            kind = BY_DEVICE[self.device][self.transport]
+            made = kind(meeting, lanes=lanes, gather_words=gather_words)
         except BaseException as error:
             meeting.leave_word(root_cause(error, self.rank))
             raise

@@ -17,6 +17,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
 from typing import Any
@@ -26,7 +27,7 @@ import torch.distributed as dist
 
 from .errors import ConfigError, EvenEPError, LaunchError, explain
 from .group import EPGroup
-from .support import require
+from .support import require_transport
 
 Event = Callable[[int, Any], None]
 """Called in the launching process with ``(rank, object)`` for everything a rank reports."""
@@ -52,6 +53,7 @@ def launch(
     transport: str = "shm",
     args: Sequence[object] = (),
     *,
+    device: str = "cpu",
     on_event: Event | None = None,
     grace_s: float = 10.0,
     timeout_s: float | None = None,
@@ -61,7 +63,9 @@ def launch(
     Args:
         fn: a module-level function under ``shm`` and ``collective`` (it is pickled).
         ranks: R.
-        transport: ``threads``, ``shm`` or ``collective``.
+        transport: ``threads``, ``shm`` or ``collective``; on a GPU ``threads`` or ``symm``.
+        device: ``cpu`` or ``cuda``. On a GPU every rank runs on a stream of its own; ``threads``
+            share the current GPU, ``symm`` ranks take the visible GPUs in turn.
         on_event: receives what ranks ``report``.
         grace_s: seconds other ranks get to finish by themselves once one has failed.
         timeout_s: seconds for the whole call, None for no limit.
@@ -69,11 +73,12 @@ def launch(
     Raises:
         LaunchError: ``failures`` maps every failed rank to its exception.
     """
-    require("transport", transport, where="launch")
+    require_transport(transport, device, where="launch")
     if ranks < 1:
         raise ConfigError(explain("bad ranks", where="launch", expected="ranks >= 1", got=ranks))
     run = _launch_threads if transport == "threads" else _launch_processes
-    outcomes = run(fn, ranks, transport, tuple(args), on_event, grace_s, timeout_s)
+    job = _Job(fn, ranks, transport, device, tuple(args))
+    outcomes = run(job, on_event, grace_s, timeout_s)
     failures = {r: o for r, (ok, o) in outcomes.items() if not ok}
     if failures:
         raise LaunchError(failures)
@@ -83,31 +88,55 @@ def launch(
 Outcomes = dict[int, tuple[bool, Any]]
 
 
-def _call(fn: Callable[..., Any], group: EPGroup, args: Sequence[object]) -> tuple[bool, Any]:
+@dataclass(frozen=True, slots=True)
+class _Job:
+    """What to run on every rank; it is pickled."""
+
+    fn: Callable[..., Any]
+    ranks: int
+    transport: str
+    device: str
+    args: tuple[object, ...]
+
+    def group(self, store: dist.Store, rank: int) -> EPGroup:
+        return EPGroup(store, rank, self.ranks, transport=self.transport, device=self.device)
+
+    def stream(self, rank: int) -> contextlib.AbstractContextManager[object]:
+        """A stream of the rank's own, current inside the block."""
+        if self.device == "cpu":
+            return contextlib.nullcontext()
+        if self.transport == "symm":
+            # Several ranks may share a GPU; torch refuses that unless it is asked not to.
+            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+            torch.cuda.set_device(rank % torch.cuda.device_count())
+        return torch.cuda.stream(torch.cuda.Stream())
+
+
+def _call(job: _Job, store: dist.Store, rank: int) -> tuple[bool, Any]:
     """``(True, result)`` or ``(False, exception)``; the peers hear of the latter."""
+    group = None
     try:
-        return True, fn(group, *args)
+        group = job.group(store, rank)
+        with job.stream(rank):
+            return True, job.fn(group, *job.args)
     except BaseException as error:  # a rank's end is data for the launcher, whatever it was
-        group.abort(error)
+        if group is not None:
+            group.abort(error)
         return False, error
 
 
 def _launch_threads(
-    fn: Callable[..., Any],
-    ranks: int,
-    transport: str,
-    args: Sequence[object],
+    job: _Job,
     on_event: Event | None,
     grace_s: float,
     timeout_s: float | None,
 ) -> Outcomes:
-    store, outcomes = dist.HashStore(), Outcomes()
+    store, outcomes, ranks = dist.HashStore(), Outcomes(), job.ranks
 
     def body(rank: int) -> None:
         if on_event is not None:
             _reporters.send = lambda message: on_event(rank, message)
-        group = EPGroup(store, rank, ranks, transport=transport)
-        outcomes[rank] = _call(fn, group, args)
+        outcomes[rank] = _call(job, store, rank)
 
     threads_before = torch.get_num_threads()
     torch.set_num_threads(_threads_per_rank(ranks))
@@ -138,10 +167,7 @@ def _launch_threads(
 
 
 def _launch_processes(
-    fn: Callable[..., Any],
-    ranks: int,
-    transport: str,
-    args: Sequence[object],
+    job: _Job,
     on_event: Event | None,
     grace_s: float,
     timeout_s: float | None,
@@ -161,11 +187,11 @@ def _launch_processes(
     pipes: dict[Connection, int] = {}
     processes = []
     try:
-        for rank in range(ranks):
+        for rank in range(job.ranks):
             ours, theirs = context.Pipe(duplex=False)
             process = context.Process(
                 target=_rank_main,
-                args=(fn, rank, ranks, transport, store.port, theirs, args),
+                args=(job, rank, store.port, theirs),
                 name=f"evenep-rank-{rank}",
                 daemon=True,
             )
@@ -223,16 +249,8 @@ def _threads_per_rank(ranks: int) -> int:
     return max(1, (os.cpu_count() or 1) // ranks)
 
 
-def _rank_main(
-    fn: Callable[..., Any],
-    rank: int,
-    ranks: int,
-    transport: str,
-    port: int,
-    pipe: Connection,
-    args: Sequence[object],
-) -> None:
-    torch.set_num_threads(_threads_per_rank(ranks))
+def _rank_main(job: _Job, rank: int, port: int, pipe: Connection) -> None:
+    torch.set_num_threads(_threads_per_rank(job.ranks))
     lock = threading.Lock()
 
     def send(packet: bytes) -> None:
@@ -241,26 +259,18 @@ def _rank_main(
 
     # What a rank reports must pickle: an error there is the rank's own, where it can be seen.
     _reporters.send = lambda message: send(pickle.dumps(("event", message)))
-    ok, value = _join_and_call(fn, rank, ranks, transport, port, args)
+    ok, value = _join_and_call(job, rank, port)
     with contextlib.suppress(BrokenPipeError):  # the launcher is gone: nobody to tell
         send(_pickled("result" if ok else "error", value))
     pipe.close()
 
 
-def _join_and_call(
-    fn: Callable[..., Any],
-    rank: int,
-    ranks: int,
-    transport: str,
-    port: int,
-    args: Sequence[object],
-) -> tuple[bool, Any]:
+def _join_and_call(job: _Job, rank: int, port: int) -> tuple[bool, Any]:
     try:
         store = dist.TCPStore("127.0.0.1", port, is_master=False, timeout=timedelta(seconds=60))
-        group = EPGroup(store, rank, ranks, transport=transport)
     except Exception as error:  # it must reach the launcher, whatever it was
         return False, error
-    return _call(fn, group, args)
+    return _call(job, store, rank)
 
 
 def _pickled(kind: str, value: object) -> bytes:

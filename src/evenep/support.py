@@ -61,15 +61,15 @@ CHOICES: tuple[Choice, ...] = (
     Choice("transport", "threads", "ranks are threads of one process"),
     Choice("transport", "shm", "ranks are processes of one host with shared memory"),
     Choice("transport", "collective", "gloo sockets of its own beside any torch.distributed job"),
-    Choice("transport", "symm", "", f"torch symmetric memory is {_LATER}", "shm"),
+    Choice("transport", "symm", "GPUs that map each other's memory (torch symmetric memory)"),
     *(Choice("activation", kind, formula) for kind, (formula, _, _) in KINDS.items()),
     Choice("reduction", "compact", "routes of a token on one rank are summed there first"),
     Choice("reduction", "exact", "fp32 sum over k ascending, one rounding, at the token's rank"),
     Choice("route_weight", "output", "weight multiplies the expert's output (Kimi-K3)"),
     Choice("route_weight", "activation", "weight multiplies before the down GEMM"),
     Choice("route_weight", "input", "weight multiplies the expert's input (Llama-4)"),
-    Choice("device", "cpu", "first-class: the platform this version runs on"),
-    Choice("device", "cuda", "", f"CUDA execution is {_LATER}", "cpu"),
+    Choice("device", "cpu", "first-class: transports threads, shm, collective"),
+    Choice("device", "cuda", "NVIDIA GPUs: transports threads (one GPU), symm"),
     Choice("dtype", "bfloat16", "rows are BF16 on the wire and in the receive buffer"),
     Choice("dtype", "float16", "", f"FP16 rows are {_LATER}", "bfloat16"),
     Choice("dtype", "float32", "", f"FP32 rows are {_LATER}", "bfloat16"),
@@ -159,6 +159,26 @@ def require(axis: str, name: str, *, where: str = "") -> None:
                 f"{axis} '{name}' is refused: {choice.refused}",
                 where=where,
                 fix=f"use '{choice.nearest}'",
+            )
+        )
+
+
+TRANSPORTS_OF = {"cpu": ("threads", "shm", "collective"), "cuda": ("threads", "symm")}
+"""Which transports move memory of which device."""
+
+
+def require_transport(transport: str, device: str, *, where: str) -> None:
+    """Refuse an unknown transport or device, or a pair that doesn't go together."""
+    require("transport", transport, where=where)
+    require("device", device, where=where)
+    if transport not in TRANSPORTS_OF[device]:
+        raise UnsupportedError(
+            explain(
+                f"transport '{transport}' doesn't move memory of device '{device}'",
+                where=where,
+                expected=f"one of {TRANSPORTS_OF[device]}",
+                got=transport,
+                fix=f"use transport='{TRANSPORTS_OF[device][-1]}'",
             )
         )
 

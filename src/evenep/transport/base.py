@@ -9,7 +9,9 @@ share nothing. The calls of one step and what they promise:
     pull         wait 3: every peer has finished its window; read rows from it
 
 ``fetch`` moves expert rows between windows on a lane of its own and may run on another thread.
-Because ``all_gather`` of step n + 1 needs every rank, no rank can push into a window that a peer
+On a GPU a step's waits are ``gate``s: queued on the stream, never on the host.
+
+Because the first wait of step n + 1 needs every rank, no rank can push into a window that a peer
 still pulls from: three waits a step are enough.
 
 Adding a transport: subclass ``Transport``, one entry in ``evenep.transport.TRANSPORTS``, one
@@ -108,6 +110,7 @@ class Transport(ABC):
         rank, size: this rank and how many there are.
         timeout_s: deadline of every wait.
         lanes: steps that may be in flight.
+        device: where windows live.
     """
 
     name: str
@@ -115,6 +118,7 @@ class Transport(ABC):
     size: int
     timeout_s: float
     lanes: int
+    device: torch.device = torch.device("cpu")
     closed: bool = False
 
     @abstractmethod

@@ -60,6 +60,16 @@ class MemoryTransport(Transport):
     def _life(self, peer: int) -> str:
         """``running``, ``stopped`` or ``dead``."""
 
+    def _share_windows(self, nbytes: int) -> list[Tensor]:
+        """Memory for windows, where it isn't the board's kind."""
+        return self._share(nbytes)
+
+    def _publish(self, lane: int) -> None:
+        """Before arriving at a wait: make what this rank has queued so far waitable."""
+
+    def _join(self, lane: int) -> None:
+        """After a wait: whatever is queued from now on comes after what the peers published."""
+
     # ---- windows
 
     def windows(self, specs: Sequence[WindowSpec]) -> list[Window]:
@@ -67,7 +77,7 @@ class MemoryTransport(Transport):
         for spec in specs:
             offsets.append(end)
             end = -(-(end + spec.nbytes) // _ALIGN) * _ALIGN
-        memories = self._share(max(end, 1))
+        memories = self._share_windows(max(end, 1))
         made = []
         for spec, offset in zip(specs, offsets, strict=True):
             views = tuple(
@@ -90,7 +100,9 @@ class MemoryTransport(Transport):
     def push(self, puts: Sequence[Put], tag: Tag, lane: int) -> None:
         for put in puts:
             assert put.window.peers is not None
-            put.window.peers[put.peer].index_copy_(0, put.rows, put.data)
+            here = put.window.local.device
+            peer = put.window.peers[put.peer]
+            peer.index_copy_(0, put.rows.to(here), put.data.to(here))
 
     def arrive(self, tag: Tag, lane: int) -> None:
         self._wait(tag, lane)
@@ -101,7 +113,7 @@ class MemoryTransport(Transport):
         self._wait(tag, lane)
         assert window.peers is not None
         return [
-            peer.index_select(0, rows)
+            peer.index_select(0, rows.to(peer.device))
             for peer, rows in zip(window.peers, rows_by_peer, strict=True)
         ]
 
@@ -143,6 +155,7 @@ class MemoryTransport(Transport):
 
     def _wait(self, tag: Tag, lane: int, timeout_s: float | None = None) -> None:
         """Arrive at this lane's next wait and stay until every rank has."""
+        self._publish(lane)
         self._counts[lane] += 1
         count = self._counts[lane]
         self._board.arrive(lane, self.rank, count)
@@ -164,6 +177,7 @@ class MemoryTransport(Transport):
                 if error is not None and self._board.missing(lane, count):
                     raise error
         self._board.fence()
+        self._join(lane)
 
     def _diagnose(self, missing: Sequence[int], tag: Tag, late_s: float | None) -> PeerError | None:
         """What keeps the missing ranks, root cause first; None while there is still hope."""

@@ -33,8 +33,12 @@ class ThreadsTransport(MemoryTransport):
         super().__init__(meeting, lanes=lanes, gather_words=gather_words)
 
     def _share(self, nbytes: int) -> list[Tensor]:
+        return self._hand_over(torch.zeros(nbytes, dtype=torch.uint8))
+
+    def _hand_over(self, memory: Tensor) -> list[Tensor]:
+        """Every rank's memory, by reference. Collective."""
         name = uuid.uuid4().hex
-        _shared[name] = torch.zeros(nbytes, dtype=torch.uint8)
+        _shared[name] = memory
         try:
             names = self._meeting.exchange(name, Tag("construct"))
             memories = [_shared[n] for n in names]

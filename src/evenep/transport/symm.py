@@ -1,0 +1,172 @@
+"""Ranks as processes whose GPUs reach each other: torch symmetric memory.
+
+Windows are symmetric memory (``torch.distributed._symmetric_memory``; rendezvous through the job's
+store, no process group needed), so kernels load and store a peer's rows by address: over NVLink
+with one process per GPU, or inside one GPU that several processes share (which torch allows when
+``TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1``). Multicast is never used.
+
+A step's waits run on the streams. *Synchronisation pattern: signal, wait, reset.* Every rank has a
+pad of words ``[lanes, phases, R]`` in its own symmetric memory. At gate (lane, phase) rank m writes
+1 into word [lane, phase, m] of every pad, waits until its own R words are 1, and resets them to 0.
+Values never change, so a graph can replay them. The reset can't destroy a later signal: a peer
+signals the same phase again only after two other phases, each of which needs this rank's signal,
+which it queues behind its reset.
+
+On the host, ranks meet like ``shm``: at construction, at a reset, and to leave word of failures. A
+watch looks after work whose waits don't end: it names the rank whose word is missing, then signals
+its own pads so that the stuck streams run dry.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import PrefixStore
+
+from ..errors import BootstrapError, PeerError, explain
+from .base import Tag, Transfer
+from .gpu import DeviceTransport
+from .meeting import Meeting
+from .shm import ShmTransport
+from .stream_waits import Batch, WaitFor, Write
+from .watch import Watch
+
+GATES = ("counts", "dispatch", "combine", "leave", "even", "odd")
+"""Phases with pads of their own. ``leave`` ends a step in poison mode; ``even`` and ``odd`` take
+turns behind waits of the host, so that none is signalled twice in a row."""
+
+_ALIGN = 256
+
+
+class SymmTransport(ShmTransport, DeviceTransport):
+    """Peers are processes on this host whose GPUs can map each other's memory."""
+
+    name = "symm"
+    captures = "each"
+
+    def __init__(self, meeting: Meeting, *, lanes: int, gather_words: int) -> None:
+        self.device = torch.device("cuda", torch.cuda.current_device())
+        self._handles: list[object] = []
+        self._groups = 0
+        self._fetch_stream = torch.cuda.Stream(self.device)
+        self._pads: list[Tensor] = []
+        super().__init__(meeting, lanes=lanes, gather_words=gather_words)
+        words = (lanes + 1) * len(GATES) * self.size
+        self._pads = [m.view(torch.int32) for m in self._share_windows(4 * words)]
+        self._gates = {
+            (lane, phase): self._batch(lane, phase)
+            for lane in range(lanes + 1)
+            for phase in range(len(GATES))
+        }
+        self._watch = Watch(
+            self._pads[self.rank].view(lanes + 1, len(GATES), self.size),
+            GATES,
+            self.rank,
+            self._judge,
+        )
+
+    # ---- memory
+
+    def _share_windows(self, nbytes: int) -> list[Tensor]:
+        """Symmetric memory of ``nbytes`` on every rank, zeroed. All succeed or all fail."""
+        memories, failed = [], ""
+        try:
+            memories = self._rendezvous(nbytes)
+        except Exception as error:  # torch raises many kinds; every rank must hear of it
+            failed = f"{type(error).__name__}: {error}"
+        said = self._meeting.exchange(failed, Tag("construct"))
+        for rank, trouble in enumerate(said):
+            if trouble:
+                raise BootstrapError(
+                    explain(
+                        f"rank {rank} can't make or map symmetric memory: {trouble}",
+                        where="transport 'symm'",
+                        expected=f"{nbytes} bytes on every rank, reachable by its peers",
+                        fix="check free GPU memory and NVLink (nvidia-smi topo -p2p r); ranks "
+                        "that share a GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1",
+                    )
+                )
+        return memories
+
+    def _rendezvous(self, nbytes: int) -> list[Tensor]:
+        from torch._C._distributed_c10d import _SymmetricMemory
+
+        name = f"{self._meeting.prefix}/symm/{self._meeting.generation}/{self._groups}"
+        self._groups += 1
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        store = PrefixStore(name, self._meeting.store.raw)
+        _SymmetricMemory.set_group_info(name, self.rank, self.size, store)
+        memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device, name)
+        handle = _SymmetricMemory.rendezvous(memory, name)
+        memory.zero_()
+        torch.cuda.current_stream(self.device).synchronize()
+        self._handles.append((handle, store))
+        peers = [
+            memory if r == self.rank else handle.get_buffer(r, (size,), torch.uint8)
+            for r in range(self.size)
+        ]
+        return [p[:nbytes] for p in peers]
+
+    # ---- waits
+
+    def gate(self, tag: Tag, lane: int) -> None:
+        self._watch.expect(tag, lane)
+        self._gates[lane, GATES.index(tag.phase)].queue(torch.cuda.current_stream(self.device))
+
+    def barrier(self, tag: Tag, timeout_s: float | None = None) -> None:
+        torch.cuda.current_stream(self.device).synchronize()
+        super().barrier(tag, timeout_s)
+
+    def fetch(self, transfers: Sequence[Transfer], tag: Tag, lane: int = 0) -> None:
+        with torch.cuda.stream(self._fetch_stream):
+            super().fetch(transfers, tag, lane)
+        self._fetch_stream.synchronize()
+
+    def _join(self, lane: int) -> None:
+        if self._pads and not self.closed:  # neither while this is being built nor at its end
+            turn = GATES.index("odd" if self._counts[lane] % 2 else "even")
+            self._gates[lane, turn].queue(torch.cuda.current_stream(self.device))
+
+    def _batch(self, lane: int, phase: int) -> Batch:
+        starts = [pad.data_ptr() for pad in self._pads]
+        first = (lane * len(GATES) + phase) * self.size
+        mine, word = starts[self.rank] + 4 * first, 4 * (first + self.rank)
+        own = [mine + 4 * peer for peer in range(self.size)]
+        return Batch(
+            [Write(start + word, 1) for start in starts]
+            + [WaitFor(address, 1) for address in own]
+            + [Write(address, 0) for address in own]
+        )
+
+    # ---- life and death
+
+    def _judge(self, tag: Tag, missing: Sequence[int], waited_s: float) -> PeerError | None:
+        """Why a queued wait doesn't end, if that is known or it has taken too long."""
+        late_s = waited_s if waited_s > self.timeout_s else None
+        return self._diagnose(missing, tag, late_s)
+
+    def trouble(self) -> PeerError | None:
+        """What the watch found, once."""
+        return self._watch.trouble()
+
+    def fail(self, error: BaseException) -> None:
+        super().fail(error)
+        if not self.closed:
+            self._watch.release()
+
+    def reset(self) -> None:
+        torch.cuda.synchronize(self.device)  # the watch lets stuck streams run dry
+        super().reset()
+        self._watch.settle()
+        self._meeting.exchange("pads are clear", Tag("reset"))
+
+    def close(self, *, orderly: bool = True) -> None:
+        if self.closed:
+            return
+        try:
+            torch.cuda.synchronize(self.device)
+            super().close(orderly=orderly)
+        finally:
+            self._watch.stop()
