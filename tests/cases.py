@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from evenep import Engine, EPConfig, EPGroup, ExpertWeights, Hardware
+from evenep import Engine, EPConfig, EPGroup, ExpertWeights, Hardware, launch
 
 # Rows dear, launches and fetches nearly free: `auto` moves work even in tiny problems.
 EAGER = Hardware(row_ps=1000, read_ps=10, launch_ps=10, fetch_ps=1)
@@ -53,10 +54,10 @@ class Inputs:
         x = torch.randn(total, cfg.hidden_size, generator=g).bfloat16()
         return Inputs(x, ids, weights, spans(tokens))
 
-    def of(self, rank: int) -> tuple[Tensor, Tensor, Tensor]:
+    def of(self, rank: int, device: str = "cpu") -> tuple[Tensor, Tensor, Tensor]:
         """What one rank brings."""
         s = self.spans[rank]
-        return self.x[s], self.ids[s], self.weights[s]
+        return self.x[s].to(device), self.ids[s].to(device), self.weights[s].to(device)
 
 
 def spans(tokens: Sequence[int]) -> tuple[slice, ...]:
@@ -77,10 +78,20 @@ def run_policies(
     out = {}
     with Engine(cfg, group, source, hardware=EAGER, placement=placement) as engine:
         for policy in policies:
-            y = engine(*inputs.of(group.rank), layer=source.layers[-1], policy=policy)
+            mine = inputs.of(group.rank, group.device)
+            y = engine(*mine, layer=source.layers[-1], policy=policy)
+            engine.synchronize()
             record = engine.records[-1]
-            out[policy] = (y, record.imbalance_after, record.replicas)
+            out[policy] = (y.cpu(), record.imbalance_after, record.replicas)
     return out
+
+
+def launch_at(
+    fn: Callable[..., Any], ranks: int, transport: str, args: Sequence[object] = ()
+) -> list[Any]:
+    """``launch``; ``threads@cuda`` means transport ``threads`` on a GPU."""
+    name, _, device = transport.partition("@")
+    return launch(fn, ranks, name, args, device=device or "cpu")
 
 
 def whole(outcomes: Sequence[dict[str, tuple[Tensor, float, int]]], policy: str) -> Tensor:

@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import psutil
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -24,6 +25,9 @@ from torch import Tensor
 from evenep import Engine, EPConfig, EPGroup, ExpertWeights
 from evenep.errors import LaunchError
 from evenep.launch import launch
+
+ON_GPU = [pytest.param(name, marks=pytest.mark.gpu) for name in ("threads@cuda", "symm@cuda")]
+"""Transports on a GPU, as ``run`` takes them."""
 
 LAYERS = 2
 EXPERTS, TOP_K, WIDTH, TOKENS = 6, 2, 32, 8
@@ -53,6 +57,8 @@ def config(**changes: Any) -> EPConfig:
 
 def engine(group: EPGroup, **changes: Any) -> Engine:
     """An engine of ``config`` over a group, with the weights every test uses."""
+    if group.device == "cuda":  # the GPU's batch-invariant runner; costs that leave no rank idle
+        changes = {"runner": "triton"} | changes
     cfg = config(ranks=group.size, **changes)
     return Engine(cfg, group, ExpertWeights.random(cfg, LAYERS, seed=7))
 
@@ -68,19 +74,19 @@ def batch(rank: int, number: int) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @functools.cache
-def answer(rank: int, number: int, layer: int) -> Tensor:
+def answer(rank: int, number: int, layer: int, device: str = "cpu") -> Tensor:
     """What a rank must get at a step, from an engine of one rank that never failed."""
-    x_TH, ids_TK, weights_TK = batch(rank, number)
-    alone = EPGroup(dist.HashStore(), 0, 1, transport="threads")
+    alone = EPGroup(dist.HashStore(), 0, 1, transport="threads", device=device)
     with engine(alone, slots_per_rank=0, policy="static") as solo:
-        return solo(x_TH, ids_TK, weights_TK, layer=layer)
+        return solo(*(t.to(device) for t in batch(rank, number)), layer=layer).cpu()
 
 
 def walk(
     engine: Engine, number: int, layer: int, before: Callable[[str], None] = lambda phase: None
 ) -> Tensor:
     """One step, verb by verb; ``before`` is called ahead of each with the phase it begins."""
-    x_TH, ids_TK, weights_TK = batch(engine.group.rank, number)
+    inputs = batch(engine.group.rank, number)
+    x_TH, ids_TK, weights_TK = (t.to(engine.group.device) for t in inputs)
     before("counts")
     step = engine.begin(ids_TK, weights_TK, layer)
     before("dispatch")
@@ -90,13 +96,16 @@ def walk(
     before("compute")
     step.compute()
     before("combine")
-    return step.combine()
+    y_TH = step.combine()
+    engine.synchronize()
+    return y_TH.cpu()
 
 
 def require_right(engine: Engine, number: int, layer: int = 1) -> None:
     """A whole step gives the never-failed engine's bits."""
     got = walk(engine, number, layer)
-    assert torch.equal(got, answer(engine.group.rank, number, layer)), f"wrong step {number}"
+    want = answer(engine.group.rank, number, layer, engine.group.device)
+    assert torch.equal(got, want), f"wrong step {number}"
 
 
 # ---- launching
@@ -124,7 +133,11 @@ def run(
     hear: Callable[[int, Any], None] | None = None,
     **options: Any,
 ) -> Run:
-    """``launch`` that returns failures and reports instead of raising."""
+    """``launch`` that returns failures and reports instead of raising.
+
+    ``threads@cuda`` means transport ``threads`` on a GPU.
+    """
+    transport, _, device = transport.partition("@")
     warm_up()
     out = Run()
 
@@ -135,6 +148,7 @@ def run(
 
     start = time.monotonic()
     try:
+        options["device"] = device or "cpu"
         out.results = launch(fn, ranks, transport, args, on_event=listen, **options)
     except LaunchError as error:
         out.failures = error.failures

@@ -14,7 +14,7 @@ from evenep import Activation, Engine, EPConfig, EPGroup, ExpertWeights, Hardwar
 from evenep.formats import format_of
 
 from . import oracle
-from .cases import EAGER, Inputs, config, run_policies, spans, whole
+from .cases import EAGER, Inputs, config, launch_at, run_policies, spans, whole
 
 POLICIES = ("static", "exact", "bounded", "auto")
 IN_CLASS = 0.006  # relative L2: the 0.5 % class of BF16 engines, rounded up
@@ -23,7 +23,7 @@ IN_CLASS = 0.006  # relative L2: the 0.5 % class of BF16 engines, rounded up
 def check(cfg: EPConfig, inputs: Inputs, transport: str = "threads", **kwargs: object) -> None:
     source = ExpertWeights.random(cfg, layers=1, seed=1)
     args = (cfg, source, inputs, POLICIES, *kwargs.values())
-    outcomes = launch(run_policies, cfg.ranks, transport, args)
+    outcomes = launch_at(run_policies, cfg.ranks, transport, args)
     want = oracle.moe(cfg, source, 0, inputs.x, inputs.ids, inputs.weights)
     for policy in POLICIES:
         got = whole(outcomes, policy)

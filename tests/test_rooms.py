@@ -35,7 +35,13 @@ ORDER = [
     "cli",
 ]
 # (from, to): imported inside a function or for types only, so that nothing runs at import.
-DEFERRED = {("config", "support"), ("support", "config"), ("weights", "models"), ("step", "engine")}
+DEFERRED = {
+    ("config", "support"),
+    ("support", "config"),
+    ("weights", "models"),
+    ("step", "engine"),
+    ("device", "engine"),
+}
 
 
 def imports(file: Path) -> list[tuple[str, bool]]:

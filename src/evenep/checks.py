@@ -13,26 +13,46 @@ from .errors import ConfigError, InputError, explain
 from .support import require
 
 
-def check_rows(cfg: EPConfig, x_TH: Tensor, tokens: int) -> None:
+def check_rows(cfg: EPConfig, device: str, x_TH: Tensor, tokens: int, name: str = "x_TH") -> None:
     """Refuse rows of the wrong device, dtype or shape."""
-    require("device", x_TH.device.type, where="Engine: x_TH")
-    require("dtype", str(x_TH.dtype).removeprefix("torch."), where="Engine: x_TH")
+    _require_device(x_TH, device, name)
+    require("dtype", str(x_TH.dtype).removeprefix("torch."), where=f"Engine: {name}")
     expected = (tokens, cfg.hidden_size)
     if tuple(x_TH.shape) != expected:
         raise InputError(
-            explain("wrong shape", where="x_TH", expected=expected, got=tuple(x_TH.shape))
+            explain("wrong shape", where=name, expected=expected, got=tuple(x_TH.shape))
         )
-    _refuse_gradient(x_TH, "x_TH")
+    _refuse_gradient(x_TH, name)
 
 
-def check_routing(cfg: EPConfig, ids_TK: Tensor, weights_TK: Tensor) -> None:
-    """Refuse router output of the wrong device, dtype, shape or range."""
+def check_out(cfg: EPConfig, out_TH: Tensor, device: str, ids_TK: Tensor) -> None:
+    """Refuse a tensor that the step's output can't be written into."""
+    check_rows(cfg, device, out_TH, ids_TK.shape[0], "out")
+    if not out_TH.is_contiguous():
+        raise InputError(explain("not contiguous", where="out", got=f"strides {out_TH.stride()}"))
+
+
+def _require_device(tensor: Tensor, device: str, name: str) -> None:
+    require("device", tensor.device.type, where=f"Engine: {name}")
+    if tensor.device.type != device:
+        raise InputError(
+            explain("wrong device", where=name, expected=device, got=tensor.device.type)
+        )
+
+
+def check_routing(
+    cfg: EPConfig, device: str, ids_TK: Tensor, weights_TK: Tensor, *, values: bool
+) -> None:
+    """Refuse router output of the wrong device, dtype or shape; ``values``: or range.
+
+    Looking at values waits for them, which a step on a GPU must not do.
+    """
     T, K, E = ids_TK.shape[0] if ids_TK.ndim else 0, cfg.top_k, cfg.num_experts
     for name, tensor, dtypes in (
         ("topk_ids_TK", ids_TK, (torch.int32, torch.int64)),
         ("topk_weights_TK", weights_TK, (torch.float32,)),
     ):
-        require("device", tensor.device.type, where=f"Engine: {name}")
+        _require_device(tensor, device, name)
         if tensor.dtype not in dtypes:
             raise InputError(
                 explain("wrong dtype", where=name, expected=f"one of {dtypes}", got=tensor.dtype)
@@ -51,6 +71,9 @@ def check_routing(cfg: EPConfig, ids_TK: Tensor, weights_TK: Tensor) -> None:
                 fix="raise max_tokens_per_rank or split the batch",
             )
         )
+    _refuse_gradient(weights_TK, "topk_weights_TK")
+    if not values:
+        return
     if T and int(ids_TK.max()) >= E:
         raise InputError(
             explain(
@@ -60,7 +83,6 @@ def check_routing(cfg: EPConfig, ids_TK: Tensor, weights_TK: Tensor) -> None:
                 got=int(ids_TK.max()),
             )
         )
-    _refuse_gradient(weights_TK, "topk_weights_TK")
     if not torch.isfinite(weights_TK[ids_TK >= 0]).all():
         raise InputError(explain("a routed weight isn't finite", where="topk_weights_TK"))
 

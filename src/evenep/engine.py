@@ -7,25 +7,27 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from types import TracebackType
+from typing import TYPE_CHECKING, TypeVar
 
 import torch
 from torch import Tensor
 
 from .agreement import agreed_max, gather_words
-from .checks import check_fit, check_routing, check_rows
+from .checks import check_fit, check_out, check_routing, check_rows
 from .config import EPConfig
 from .errors import (
     InputError,
     PlanError,
     PoisonedError,
     StateError,
+    UnsupportedError,
     explain,
 )
 from .group import EPGroup
 from .host import HostMachine
-from .machine import Machine, Opening, Setup
+from .machine import RECORDS, Machine, Opening, Setup
 from .observe import StepRecord
 from .plan import Hardware, Placement
 from .settings import Settings
@@ -35,7 +37,10 @@ from .transport import Tag
 from .weights.source import ExpertWeights, Progress
 from .weights.store import ExpertStore
 
-_RECORDS = 4096
+if TYPE_CHECKING:
+    from .device.capture import Captured
+
+Result = TypeVar("Result")
 
 
 class Engine:
@@ -54,9 +59,6 @@ class Engine:
 
         with Engine(cfg, group, experts) as engine:
             y_TH = engine(x_TH, topk_ids_TK, topk_weights_TK, layer=0)
-
-    Attributes:
-        records: the latest steps' ``StepRecord``s, oldest first.
 
     Raises:
         ConfigError: the config fits neither the group nor the experts.
@@ -77,7 +79,7 @@ class Engine:
         self.placement = Placement.resolve(placement, cfg.num_experts, cfg.ranks)
         check_fit(cfg, group.size, experts.cfg)
         self.settings = Settings.from_environment()
-        self.records: deque[StepRecord] = deque(maxlen=_RECORDS)
+        self._records: deque[Callable[[], StepRecord]] = deque(maxlen=RECORDS)
         self._epoch, self._closed = 0, False
         self._poison: BaseException | None = None
         self._steps: list[Step | None] = [None] * cfg.in_flight
@@ -88,7 +90,7 @@ class Engine:
             identity=self._identity(experts, hardware),
         )
         try:
-            self._machine: Machine = HostMachine(
+            self._machine: Machine = _machine_of(group.device)(
                 Setup(
                     cfg=cfg,
                     placement=self.placement,
@@ -115,6 +117,7 @@ class Engine:
         layer: int = 0,
         *,
         policy: str | None = None,
+        out: Tensor | None = None,
     ) -> Tensor:
         """One step: every rank's tokens through their experts. Collective.
 
@@ -124,6 +127,7 @@ class Engine:
             topk_weights_TK: fp32 ``[T, K]``.
             layer: which layer's experts.
             policy: overrides ``cfg.policy`` for this step; the same on every rank.
+            out: BF16 ``[T, H]`` to write into instead of a new tensor.
 
         Returns:
             BF16 ``[T, H]``, zero for tokens without a routed expert.
@@ -133,13 +137,15 @@ class Engine:
             AgreementError: ranks disagree on the layer or policy of this step.
             PeerError: a peer died, stopped or failed; the engine is poisoned until ``reset``.
         """
-        check_routing(self.cfg, topk_ids_TK, topk_weights_TK)
-        check_rows(self.cfg, x_TH, topk_ids_TK.shape[0])
+        self._check(topk_ids_TK, topk_weights_TK)
+        check_rows(self.cfg, self.group.device, x_TH, topk_ids_TK.shape[0])
+        if out is not None:
+            check_out(self.cfg, out, self.group.device, topk_ids_TK)
         step = self.begin(topk_ids_TK, topk_weights_TK, layer, policy=policy)
         step.dispatch(x_TH)
         step.fetch()
         step.compute()
-        return step.combine()
+        return step.combine(out)
 
     def begin(
         self,
@@ -155,7 +161,7 @@ class Engine:
         """
         self.require_usable("begin")
         self.store.require_layer(layer)
-        check_routing(self.cfg, topk_ids_TK, topk_weights_TK)
+        self._check(topk_ids_TK, topk_weights_TK)
         asked = policy or self.cfg.policy
         require("policy", asked, where="Engine.begin")
         lane = self._free_lane()
@@ -176,16 +182,60 @@ class Engine:
         except BaseException as error:
             self.poison(error)
             raise
-        work.record.stage_s["plan"] = time.perf_counter() - start
+        work.planned(time.perf_counter() - start)
         step = Step(self, opening, work)
         self._steps[lane] = step
         self._epoch += 1
         return step
 
+    def capture(self, fn: Callable[[], Result]) -> Captured[Result]:
+        """Record the steps that ``fn`` makes as a CUDA graph; ``.replay()`` makes them again.
+
+        ``fn`` runs twice: once to warm up, once to be recorded. It may call the engine any number
+        of times, and other work between. A replay reads the same tensors, so write the next
+        step's inputs into them first; tokens that aren't there get ids of -1. Collective: every
+        rank records the same calls, and replays them in one order.
+
+        Example::
+
+            graph = engine.capture(lambda: engine(x_TH, ids_TK, weights_TK, layer=3))
+            ids_TK.copy_(next_ids_TK)
+            y_TH = graph.replay()
+
+        Raises:
+            UnsupportedError: the engine isn't on a GPU.
+            StateError: on the default stream, which can't be captured.
+        """
+        self.require_usable("capture")
+        if self.group.device != "cuda":
+            raise UnsupportedError(
+                explain("graphs are captured on GPUs", where="Engine.capture", got="device 'cpu'")
+            )
+        from .device.capture import Captured  # needs CUDA
+
+        return Captured(self, fn)
+
+    def synchronize(self) -> None:
+        """Wait until every step so far is done, well or not.
+
+        On a GPU, where steps are only queued, this is where a failure shows at the latest.
+
+        Raises:
+            PeerError: a peer died, stopped or failed; the engine is poisoned until ``reset``.
+        """
+        if not self._closed:
+            self._machine.synchronize()
+        self.require_usable("synchronize")
+
     @property
     def hardware(self) -> Hardware | None:
         """Cost constants in use; None until the first ``auto`` step has measured them."""
         return self._machine.hardware
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """The latest steps' records, oldest first. On a GPU this waits for them."""
+        return [record() for record in self._records]
 
     # ---- weights
 
@@ -212,11 +262,12 @@ class Engine:
             raise StateError(explain("a step is in flight", where="Engine.update_weights"))
         try:
             tag, patience_s = Tag("construct", layer), self.cfg.load_timeout_s
-            self._machine.quiesce()
+            self._machine.synchronize()
             self.transport.barrier(tag, patience_s)  # nobody reads the old rows any more
             self.store.load(layer, experts)
             self.store.bump_version(layer)
-            self._machine.quiesce()
+            self._machine.forget(layer)
+            self._machine.synchronize()
             self.transport.barrier(tag, patience_s)
         except BaseException as error:
             self.poison(error)
@@ -285,6 +336,9 @@ class Engine:
         """Refuse work on a closed or poisoned engine."""
         if self._closed:
             raise StateError(explain("the engine is closed", where=f"Engine.{verb}"))
+        if self._poison is None and (trouble := self._machine.trouble()) is not None:
+            self.poison(trouble)
+            raise trouble
         if self._poison is not None:
             raise PoisonedError(
                 explain(
@@ -294,10 +348,10 @@ class Engine:
                 )
             )
 
-    def end_step(self, step: Step, lane: int) -> None:
+    def end_step(self, lane: int, record: Callable[[], StepRecord]) -> None:
         """Take a lane's lease back."""
         self._steps[lane] = None
-        self.records.append(step.record)
+        self._records.append(record)
 
     # ---- inside
 
@@ -306,6 +360,13 @@ class Engine:
         poison = self.settings.poison  # it adds a wait to every step
         homes, layers = self.placement.home_E.tolist(), list(experts.layers)
         return repr([self.cfg.digest(), homes, layers, hardware, poison])
+
+    def _check(self, ids_TK: Tensor, weights_TK: Tensor) -> None:
+        device = self.group.device
+        values = device == "cpu" or (
+            self.settings.debug and not torch.cuda.is_current_stream_capturing()
+        )
+        check_routing(self.cfg, device, ids_TK, weights_TK, values=values)
 
     def _free_lane(self) -> int:
         for lane, step in enumerate(self._steps):
@@ -319,3 +380,11 @@ class Engine:
                 fix="combine() an open step first, or raise in_flight",
             )
         )
+
+
+def _machine_of(device: str) -> Callable[[Setup], Machine]:
+    if device == "cpu":
+        return HostMachine
+    from .device.machine import DeviceMachine  # needs Triton, which a CPU build of torch lacks
+
+    return DeviceMachine

@@ -70,6 +70,9 @@ class HostMachine(Machine):
         counts_RE = exchange_counts(self.transport, header, counts_E)
         return HostWork(self, opening, self._planner.plan(counts_RE, header, opening.policy))
 
+    def forget(self, layer: int) -> None:
+        self.store.forget(layer)
+
     def halt(self) -> None:
         self.fetch_lane.close()
 
@@ -78,7 +81,7 @@ class HostMachine(Machine):
         self.store.forget()
         self._planner.forget()
 
-    def quiesce(self) -> None:
+    def synchronize(self) -> None:
         """Nothing outlives a verb here."""
 
     def close(self) -> None:
@@ -95,7 +98,7 @@ class HostWork(Work):
         self._segments = plan.layout.segments[machine.rank]
         self._fetch: Future[float] | None = None
         self._arrived: Arrived | None = None
-        self.record = StepRecord.of(
+        self._record = StepRecord.of(
             plan,
             machine.rank,
             layer=opening.layer,
@@ -103,6 +106,12 @@ class HostWork(Work):
             tokens=opening.ids_TK.shape[0],
             policy=opening.policy,
         )
+
+    def record(self) -> StepRecord:
+        return self._record
+
+    def planned(self, seconds: float) -> None:
+        self._record.stage_s["plan"] = seconds
 
     @property
     def plan(self) -> Plan:
@@ -112,7 +121,7 @@ class HostWork(Work):
 
     def dispatch(self, x_TH: Tensor) -> None:
         machine, opening = self._machine, self._opening
-        with self.record.clock("dispatch"):
+        with self._record.clock("dispatch"):
             runs = self._plan.runs(machine.rank)
             self._routes = build_routes(opening.ids_TK, runs, machine.cfg.ranks)
             weights_TK = opening.weights_TK if self._experts_weigh else None
@@ -123,7 +132,7 @@ class HostWork(Work):
         """Queue the replicas whose bytes have to move; doesn't wait for them."""
         machine, layer, lane = self._machine, self._opening.layer, self._opening.lane
         fetches, tag, transport = self._plan.fetches, self._tag("fetch"), machine.transport
-        with self.record.clock("fetch"):
+        with self._record.clock("fetch"):
             machine.store.begin_fetch(layer, lane, fetches, self._plan.residency)
             if fetches:
                 transfers = machine.store.transfers(layer, lane, fetches)
@@ -134,25 +143,29 @@ class HostWork(Work):
     def compute(self) -> None:
         """Wait for the rows, run home segments, wait for the replicas, run slot segments."""
         machine, home_rows = self._machine, self._machine.store.home_rows
-        with self.record.clock("dispatch"):
+        with self._record.clock("dispatch"):
             machine.transport.arrive(self._tag("dispatch"), self._opening.lane)
             self._arrived = settle(self._buffers, self._segments)
         segments = self._local_segments()
-        with self.record.clock("compute"):
+        with self._record.clock("compute"):
             machine.runner.begin_step(self._opening.layer)
             self._run([s for s in segments if s.weight_row < home_rows])
-        with self.record.clock("fetch"):
+        with self._record.clock("fetch"):
             self._await_fetch()
             self._require_slots()
-        with self.record.clock("compute"):
+        with self._record.clock("compute"):
             self._run([s for s in segments if s.weight_row >= home_rows])
 
-    def combine(self) -> Tensor:
+    def combine(self, out: Tensor | None) -> Tensor:
+        y_TH = self._combine()
+        return y_TH if out is None else out.copy_(y_TH)
+
+    def _combine(self) -> Tensor:
         machine, cfg, routes = self._machine, self._machine.cfg, self._routes
         assert self._arrived is not None
         T, K, H = self._opening.ids_TK.shape[0], cfg.top_k, cfg.hidden_size
         on_output = cfg.route_weight == "output"
-        with self.record.clock("combine"):
+        with self._record.clock("combine"):
             if cfg.reduction == "compact":
                 fold(self._arrived, weighted=on_output)
             wanted = rows_to_pull(routes, cfg.reduction)
@@ -212,7 +225,7 @@ class HostWork(Work):
         # The transport has the deadline and knows whom to name; this one is for its thread.
         patience_s = 2 * machine.cfg.timeout_s + 1
         try:
-            self.record.fetch_busy_s = self._fetch.result(timeout=patience_s)
+            self._record.fetch_busy_s = self._fetch.result(timeout=patience_s)
         except FutureTimeout as error:
             raise TransportError(
                 explain(

@@ -19,6 +19,9 @@ from .transport import Transport
 from .weights.source import ExpertWeights, Progress
 from .weights.store import ExpertStore
 
+RECORDS = 4096
+"""Steps an engine remembers."""
+
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Setup:
@@ -52,13 +55,14 @@ class Opening:
 
 
 class Work(ABC):
-    """One step under way; the verbs come in order, each once.
+    """One step under way; the verbs come in order, each once."""
 
-    Attributes:
-        record: what the step did so far.
-    """
+    @abstractmethod
+    def record(self) -> StepRecord:
+        """What the step did so far. On a GPU this waits for it."""
 
-    record: StepRecord
+    def planned(self, seconds: float) -> None:  # noqa: B027
+        """How long ``Machine.open`` took on the host."""
 
     @property
     @abstractmethod
@@ -78,8 +82,8 @@ class Work(ABC):
         """Run this rank's experts on what arrived."""
 
     @abstractmethod
-    def combine(self) -> Tensor:
-        """Bring the outputs home, summed; BF16 ``[T, H]``."""
+    def combine(self, out: Tensor | None) -> Tensor:
+        """Bring the outputs home, summed; BF16 ``[T, H]``, in ``out`` if it is given."""
 
     @abstractmethod
     def rows(self) -> Tensor:
@@ -113,6 +117,14 @@ class Machine(ABC):
         """
 
     @abstractmethod
+    def forget(self, layer: int) -> None:
+        """The layer's weights changed: replicas of the old ones are void."""
+
+    def trouble(self) -> Exception | None:
+        """What went wrong with work queued earlier, if that is known by now."""
+        return None
+
+    @abstractmethod
     def halt(self) -> None:
         """Let go of what steps have under way, before the ranks meet again."""
 
@@ -121,8 +133,8 @@ class Machine(ABC):
         """Ready for steps after a reset: slots count as empty, weights stay."""
 
     @abstractmethod
-    def quiesce(self) -> None:
-        """Wait until nothing this rank queued reads or writes its weights any more."""
+    def synchronize(self) -> None:
+        """Wait until nothing this rank queued is under way."""
 
     @abstractmethod
     def close(self) -> None:

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from .checks import check_rows
+from .checks import check_out, check_rows
 from .errors import LeaseError, StateError, explain
 from .machine import Opening, Work
 from .observe import StepRecord
@@ -57,15 +57,15 @@ class Step:
 
     @property
     def record(self) -> StepRecord:
-        """What the step did so far."""
-        return self._work.record
+        """What the step did so far. On a GPU, asking for it waits for it."""
+        return self._work.record()
 
     # ---- the verbs
 
     def dispatch(self, x_TH: Tensor) -> None:
         """Write this rank's rows to their experts' ranks. ``x_TH``: BF16 ``[T, H]``."""
         self._require(State.PLANNED, "dispatch")
-        check_rows(self._engine.cfg, x_TH, self._opening.ids_TK.shape[0])
+        check_rows(self._engine.cfg, self._engine.group.device, x_TH, self._opening.ids_TK.shape[0])
         with self._doing():
             self._work.dispatch(x_TH)
         self.state = State.DISPATCHED
@@ -84,14 +84,20 @@ class Step:
             self._work.compute()
         self.state = State.COMPUTED
 
-    def combine(self) -> Tensor:
-        """Bring the outputs home and sum them; BF16 ``[T, H]``. Ends the lease."""
+    def combine(self, out: Tensor | None = None) -> Tensor:
+        """Bring the outputs home and sum them; BF16 ``[T, H]``. Ends the lease.
+
+        Args:
+            out: write there instead of into a new tensor.
+        """
         self._require(State.COMPUTED, "combine")
+        if out is not None:
+            check_out(self._engine.cfg, out, self._engine.group.device, self._opening.ids_TK)
         with self._doing():
-            y_TH = self._work.combine()
+            y_TH = self._work.combine(out)
             self.state = State.ENDED
             self._work.end()
-        self._engine.end_step(self, self._opening.lane)
+        self._engine.end_step(self._opening.lane, self._work.record)
         return y_TH
 
     # ---- zero-copy access

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from evenep import EPGroup
 from evenep.transport import TRANSPORTS, Put, Tag, Transfer, Transport, Window, WindowSpec
-from tests.harness import Footprint, Run, every, run, settled_growth
+from tests.harness import ON_GPU, Footprint, Run, every, run, settled_growth
 
 RANKS = (1, 2, 3, 5)
 ROWS = 40
@@ -25,7 +25,7 @@ SPECS = [
     WindowSpec("bytes", (ROWS, 17), torch.uint8),
 ]
 
-pytestmark = pytest.mark.parametrize("transport", sorted(TRANSPORTS))
+pytestmark = pytest.mark.parametrize("transport", [*sorted(TRANSPORTS), *ON_GPU])
 each_size = pytest.mark.parametrize("ranks", RANKS)
 
 
@@ -38,7 +38,7 @@ def rows_like(window: Window, rows: Sequence[int], mark: int) -> Tensor:
     shape = (len(rows), *window.local.shape[1:])
     column = torch.tensor([(mark * ROWS + r) % 251 for r in rows])
     filled = column.view(-1, *[1] * (len(shape) - 1)).expand(shape)
-    return filled.to(window.local.dtype).contiguous()
+    return filled.to(window.local).contiguous()
 
 
 def tag(phase: str, epoch: int = 0) -> Tag:

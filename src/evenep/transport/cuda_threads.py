@@ -9,8 +9,9 @@ work, not for a GPU to finish any.
 
 from __future__ import annotations
 
+import contextlib
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -25,8 +26,6 @@ _events: dict[str, list[list[torch.cuda.Event]]] = {}
 
 class CudaThreadsTransport(ThreadsTransport, DeviceTransport):
     """Peers live in this process and use the same GPU."""
-
-    captures = "together"
 
     def __init__(self, meeting: Meeting, *, lanes: int, gather_words: int) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -48,6 +47,39 @@ class CudaThreadsTransport(ThreadsTransport, DeviceTransport):
         with torch.cuda.stream(self._fetch_stream):
             super().fetch(transfers, tag, lane)
         self._fetch_stream.synchronize()
+
+    @contextlib.contextmanager
+    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """One graph holds all ranks: rank 0's, which the others' streams fork off and join again.
+
+        Other ranks' ``graph`` stays empty.
+        """
+        tag, outside, stream = Tag("construct"), self.lanes, torch.cuda.current_stream()
+        fork, ends = self._peer_events[0][outside][0], [e[outside][1] for e in self._peer_events]
+        stream.synchronize()
+        self._meet(tag, outside)
+        if self.rank == 0:
+            # Relaxed: the other ranks' threads queue into this capture.
+            graph.capture_begin(capture_error_mode="relaxed")
+            fork.record()
+        self._meet(tag, outside)
+        if self.rank:
+            stream.wait_event(fork)
+        yield
+        ends[self.rank].record()
+        self._meet(tag, outside)
+        if self.rank == 0:
+            for end in ends[1:]:
+                stream.wait_event(end)
+            graph.capture_end()
+        self._meet(tag, outside)
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        outside = self.lanes
+        self._wait(Tag("counts"), outside)
+        if self.rank == 0:
+            graph.replay()
+        self._wait(Tag("counts"), outside)
 
     def _hand_around(
         self, mine: list[list[torch.cuda.Event]]

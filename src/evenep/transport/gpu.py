@@ -3,21 +3,16 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from contextlib import AbstractContextManager
 
 import torch
 
+from ..errors import PeerError
 from .base import Tag, Transport, Window
 
 
 class DeviceTransport(Transport):
-    """Windows are GPU memory of every rank, reached by kernels through plain addresses.
-
-    Attributes:
-        captures: how a CUDA graph of a step is made: ``"together"`` (one graph holds all ranks of
-            this process) or ``"each"`` (one graph per rank; waits are inside).
-    """
-
-    captures: str
+    """Windows are GPU memory of every rank, reached by kernels through plain addresses."""
 
     @abstractmethod
     def gate(self, tag: Tag, lane: int) -> None:
@@ -27,6 +22,18 @@ class DeviceTransport(Transport):
         Raises:
             PeerError: a peer is known to be gone, late or failed.
         """
+
+    def trouble(self) -> PeerError | None:
+        """A failure noticed since, of a wait that was queued; None while all is well."""
+        return None
+
+    @abstractmethod
+    def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+        """Record what is queued inside the block into graphs, gates included. Collective."""
+
+    @abstractmethod
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        """Queue a captured graph on the current stream. Collective."""
 
 
 def addresses(window: Window) -> torch.Tensor:

@@ -156,6 +156,11 @@ class MemoryTransport(Transport):
     def _wait(self, tag: Tag, lane: int, timeout_s: float | None = None) -> None:
         """Arrive at this lane's next wait and stay until every rank has."""
         self._publish(lane)
+        self._meet(tag, lane, timeout_s)
+        self._join(lane)
+
+    def _meet(self, tag: Tag, lane: int, timeout_s: float | None = None) -> None:
+        """The host's half of a wait."""
         self._counts[lane] += 1
         count = self._counts[lane]
         self._board.arrive(lane, self.rank, count)
@@ -177,7 +182,6 @@ class MemoryTransport(Transport):
                 if error is not None and self._board.missing(lane, count):
                     raise error
         self._board.fence()
-        self._join(lane)
 
     def _diagnose(self, missing: Sequence[int], tag: Tag, late_s: float | None) -> PeerError | None:
         """What keeps the missing ranks, root cause first; None while there is still hope."""

@@ -19,7 +19,8 @@ its own pads so that the stuck streams run dry.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -44,7 +45,6 @@ class SymmTransport(ShmTransport, DeviceTransport):
     """Peers are processes on this host whose GPUs can map each other's memory."""
 
     name = "symm"
-    captures = "each"
 
     def __init__(self, meeting: Meeting, *, lanes: int, gather_words: int) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
@@ -123,6 +123,23 @@ class SymmTransport(ShmTransport, DeviceTransport):
         with torch.cuda.stream(self._fetch_stream):
             super().fetch(transfers, tag, lane)
         self._fetch_stream.synchronize()
+
+    @contextlib.contextmanager
+    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+        """One graph per rank; its gates are in it."""
+        torch.cuda.current_stream(self.device).synchronize()
+        self._meet(Tag("construct"), self.lanes)
+        # Only this thread is recorded: the watch keeps looking meanwhile.
+        graph.capture_begin(capture_error_mode="thread_local")
+        try:
+            yield
+        finally:
+            graph.capture_end()
+        self._meet(Tag("construct"), self.lanes)
+
+    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+        self._watch.expect(Tag("counts"), self.lanes)
+        graph.replay()
 
     def _join(self, lane: int) -> None:
         if self._pads and not self.closed:  # neither while this is being built nor at its end

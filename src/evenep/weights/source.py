@@ -26,10 +26,12 @@ class ExpertWeights(ABC):
     Attributes:
         cfg: sizes and format the tensors follow.
         layers: layer numbers this source holds, as the engine's ``layer=`` argument names them.
+        on_device: ``load`` fills tensors on a GPU too; else it is given ones on the host.
     """
 
     cfg: EPConfig
     layers: tuple[int, ...]
+    on_device: bool = False
 
     @abstractmethod
     def load(
@@ -112,6 +114,8 @@ class _RandomWeights(ExpertWeights):
 
 
 class _TensorWeights(ExpertWeights):
+    on_device = True
+
     def __init__(self, cfg: EPConfig, layers: list[Mapping[str, Tensor]]) -> None:
         self.cfg, self.layers, self._tensors = cfg, tuple(range(len(layers))), layers
         fmt = format_of(cfg)

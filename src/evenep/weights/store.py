@@ -8,16 +8,30 @@ whose record doesn't match is an error, never a stale result (C7).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import Protocol
+
+import torch
+from torch import Tensor
 
 from ..config import EPConfig
 from ..errors import InputError, UnfetchedSlotError, explain
-from ..formats import format_of
+from ..formats import TensorSpec, format_of
 from ..plan import Fetch, Placement, Residency
 from ..transport import Transfer, Transport, Window, WindowSpec
 from .layer import ExpertKey, LayerWeights
 from .source import ExpertWeights, Progress
+
+
+class Layout(Protocol):
+    """How a runner keeps an expert's bytes, where that isn't the format's own layout."""
+
+    def specs(self) -> list[TensorSpec]:
+        """The tensors of one expert."""
+
+    def pack(self, tensors: Mapping[str, Tensor], out: Mapping[str, Tensor]) -> None:
+        """One expert's format tensors, on the store's device, into its row."""
 
 
 @dataclass(slots=True)
@@ -36,6 +50,7 @@ class ExpertStore:
         cfg, placement: sizes and homes.
         transport: makes the windows. Collective.
         layers: layer numbers to make room for; ``load`` fills them.
+        layout: of the bytes kept; None: the format's own.
     """
 
     def __init__(
@@ -44,13 +59,15 @@ class ExpertStore:
         placement: Placement,
         transport: Transport,
         layers: Sequence[int],
+        layout: Layout | None = None,
     ) -> None:
-        self.cfg, self.placement = cfg, placement
+        self.cfg, self.placement, self._layout = cfg, placement, layout
+        self._device = transport.device
         self.home_rows = placement.max_experts_per_rank
         self.rank = transport.rank
         self._experts = placement.experts_of(self.rank)
         rows = self.home_rows + cfg.slots * cfg.in_flight
-        specs = format_of(cfg).specs(cfg)
+        specs = layout.specs() if layout else format_of(cfg).specs(cfg)
         made = iter(
             transport.windows(
                 [
@@ -82,7 +99,21 @@ class ExpertStore:
         """Read this rank's experts of a layer into their home rows."""
         weights = self._layers[layer].weights
         rows = [weights.row(i) for i in range(len(self._experts))]
-        source.load(layer, self._experts, rows, progress)
+        if self._layout is None:
+            source.load(layer, self._experts, rows, progress)
+            return
+        device = self._device if source.on_device else torch.device("cpu")
+        staging = {
+            spec.name: torch.empty(spec.shape, dtype=spec.dtype, device=device)
+            for spec in format_of(self.cfg).specs(self.cfg)
+        }
+        for expert, row in zip(self._experts, rows, strict=True):
+            source.load(layer, [expert], [staging], progress)
+            self._layout.pack({n: t.to(self._device) for n, t in staging.items()}, row)
+
+    def windows(self, layer: int) -> Mapping[str, Window]:
+        """A layer's windows, by tensor name."""
+        return self._layers[layer].windows
 
     def layer(self, layer: int) -> LayerWeights:
         """The tensors of a layer."""

@@ -1,0 +1,176 @@
+"""Steps carried out on a GPU: everything is queued, nothing waits for a result.
+
+A step's kernels, in order, on the caller's stream (the fetch runs beside, on a stream of its own):
+
+    count      histogram of my routes, pushed into every rank's counts window
+    gate       wait 1: everyone's counts are here, everyone has left the previous step
+    plan       counts -> allocation, slots, layout; the same on every rank
+    place      destination and row of each of my routes
+    dispatch   payload, chain and weights into my peers' windows
+    fetch      bytes of missing replicas into my slots          (fetch stream)
+    gate       wait 2: every row sent to me is in my window
+    settle     copies for a token's other routes here; padding is zeroed
+    home       groups of my own experts
+    slots      groups of replicas, once the fetch is done
+    fold       compact: a token's routes here become one row
+    gate       wait 3: every peer's outputs are in its window
+    combine    rows of my tokens, summed
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ..errors import AgreementError, InputError, explain
+from ..experts.device import DeviceRunner, Groups
+from ..experts.registry import make_device_runner
+from ..kernels.count import BAD_EXPERT, HEADERS_DIFFER
+from ..machine import RECORDS, Machine, Opening, Setup, Work
+from ..plan import Hardware
+from ..transport import DeviceTransport, Tag, addresses
+from ..weights.store import ExpertStore
+from .buffers import Lane, rows_capacity
+from .measure import measure
+from .planner import DevicePlanner, DeviceResidency
+
+
+class DeviceMachine(Machine):
+    """One rank on a GPU."""
+
+    def __init__(self, setup: Setup) -> None:
+        assert isinstance(setup.transport, DeviceTransport)
+        self.cfg, self.transport, self.placement = setup.cfg, setup.transport, setup.placement
+        self.rank, self.device = setup.transport.rank, setup.transport.device
+        self.poison = setup.settings.poison
+        cfg, device = setup.cfg, self.device
+        self.runner: DeviceRunner = make_device_runner(cfg, device)
+        self.store = ExpertStore(
+            cfg, setup.placement, setup.transport, setup.experts.layers, self.runner
+        )
+        self.capacity = rows_capacity(cfg, self.store.home_rows)
+        self.runner.reserve(self.capacity)
+        for layer in setup.experts.layers:
+            self.store.load(layer, setup.experts, setup.progress)
+        torch.cuda.current_stream(device).synchronize()
+        setup.transport.barrier(Tag("construct"), cfg.load_timeout_s)
+        self.home_E = torch.from_numpy(setup.placement.home_E).to(device, torch.int32)
+        self.local_E = torch.from_numpy(setup.placement.local_E).to(device, torch.int32)
+        self.sources_XR = {
+            layer: torch.stack([addresses(w) for w in self.store.windows(layer).values()])
+            for layer in self.store.layers
+        }
+        self.slots_X = {
+            (layer, lane): self._slot_addresses(layer, lane)
+            for layer in self.store.layers
+            for lane in range(cfg.in_flight)
+        }
+        self.row_bytes_X = tuple(spec.nbytes for spec in self.runner.specs())
+        self.fetch_stream = torch.cuda.Stream(device)
+        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self._hardware = setup.hardware or measure(self, setup.experts.layers[0])
+        self.planner = DevicePlanner(cfg, setup.placement, self.rank, self._hardware, device)
+        self.lanes = Lane.make(cfg, self.store.home_rows, setup.transport, self.planner)
+        if self.poison:
+            for lane in self.lanes:
+                lane.poison()
+        self.residency: dict[tuple[int, int], DeviceResidency] = {}
+        self._empty_slots()
+        # What steps did, and whether kernels found something wrong: pinned, written by the GPU.
+        stats = self.lanes[0].plan.stats
+        self.stats_ring = torch.zeros(RECORDS, stats.numel(), dtype=stats.dtype).pin_memory()
+        self.status = torch.zeros(cfg.in_flight, dtype=torch.int32).pin_memory()
+        self.steps = 0
+
+    @property
+    def hardware(self) -> Hardware | None:
+        return self._hardware
+
+    def open(self, opening: Opening) -> Work:
+        from .work import DeviceWork  # the two need each other
+
+        return DeviceWork(self, opening)
+
+    def groups(self, layer: int, lane: int, *, slots: bool, likely: int) -> Groups:
+        """A lane's groups of home experts, or of replicas."""
+        plan, home, B = self.lanes[lane].plan, self.store.home_rows, self.cfg.slots
+        first, last = (home, home + B) if slots else (0, home)
+        row = home + lane * B if slots else 0
+        stacked = self.store.layer(layer).stacked
+        return Groups(
+            start_G=plan.group_start_G[first:last],
+            count_G=plan.group_count_G[first:last],
+            tensors={name: t[row : row + last - first] for name, t in stacked.items()},
+            rows=self.capacity,
+            likely=likely,
+        )
+
+    def trouble(self) -> Exception | None:
+        error = self.transport.trouble()
+        if error is not None:
+            return error
+        said = int(self.status.max())
+        if said & BAD_EXPERT:
+            return InputError(
+                explain(
+                    "an earlier step had expert ids out of range; those routes were dropped",
+                    where=f"topk_ids_TK, rank {self.rank}",
+                    expected=f"ids < {self.cfg.num_experts} (below zero: not routed)",
+                    fix="EVENEP_DEBUG=1 checks ids before anything is queued",
+                )
+            )
+        if said & HEADERS_DIFFER:
+            return AgreementError(
+                explain(
+                    "ranks disagreed on the layer, epoch, weights or policy of an earlier step",
+                    where=f"rank {self.rank}",
+                    fix="make the same calls in the same order on every rank",
+                )
+            )
+        return None
+
+    def forget(self, layer: int) -> None:
+        self._empty_slots(layer)
+
+    def halt(self) -> None:
+        """Streams run dry in the transport's own reset."""
+
+    def restart(self) -> None:
+        torch.cuda.synchronize(self.device)
+        self.store.forget()
+        self._empty_slots()
+        self.status.zero_()
+        for lane in self.lanes:
+            lane.routes.status.zero_()
+            if self.poison:
+                lane.poison()
+        torch.cuda.synchronize(self.device)
+
+    def synchronize(self) -> None:
+        self.fetch_stream.synchronize()
+        torch.cuda.current_stream(self.device).synchronize()
+
+    def close(self) -> None:
+        torch.cuda.synchronize(self.device)
+        for name in ("store", "lanes", "runner", "planner", "residency"):
+            delattr(self, name)
+
+    # ---- inside
+
+    def _slot_addresses(self, layer: int, lane: int) -> Tensor:
+        """Where slot 0 of a lane is in each tensor, int64 ``[X]``."""
+        row = self.store.slot_row(lane, 0)
+        starts = [
+            w.local.data_ptr() + row * (w.local[0].numel() * w.local.element_size())
+            for w in self.store.windows(layer).values()
+        ]
+        return torch.tensor(starts, dtype=torch.int64, device=self.device)
+
+    def _empty_slots(self, layer: int | None = None) -> None:
+        for number in self.store.layers if layer is None else (layer,):
+            for lane in range(self.cfg.in_flight):
+                held = self.residency.get((number, lane))
+                if held is None:
+                    self.residency[number, lane] = self.planner.residency()
+                else:
+                    held.clear()  # in place: captured graphs know its address

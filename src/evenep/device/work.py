@@ -1,0 +1,235 @@
+"""One step on a GPU, verb by verb (the order of kernels is in ``machine``).
+
+T tokens, K top-k, H row width.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from ..errors import StateError, explain
+from ..kernels.combine import combine_compact, combine_exact, fold
+from ..kernels.count import check_headers, count_routes, push_counts
+from ..kernels.dispatch import dispatch
+from ..kernels.fetch import FETCH_PROGRAMS, fetch_slots
+from ..kernels.positions import place_routes
+from ..kernels.settle import settle
+from ..machine import RECORDS, Opening, Work
+from ..observe import StepRecord
+from ..plan import Plan
+from ..plan.policies import POLICIES
+from ..transport import Tag
+from .timeline import Timeline
+
+if TYPE_CHECKING:
+    from .machine import DeviceMachine
+
+
+class DeviceWork(Work):
+    """A step on a GPU; made by ``DeviceMachine.open``."""
+
+    def __init__(self, machine: DeviceMachine, opening: Opening) -> None:
+        self._machine, self._opening = machine, opening
+        self._memory = machine.lanes[opening.lane]
+        T = opening.ids_TK.shape[0]
+        self._dest_TK, self._row_TK = self._memory.dest_SK[:T], self._memory.row_SK[:T]
+        self._timeline = Timeline.start()
+        self._fetching = machine.cfg.slots > 0 and opening.policy != "static"
+        self._planned_s = 0.0
+        self._record: StepRecord | None = None
+        self._ring = machine.steps % RECORDS
+        machine.steps += 1
+        self._plan()
+
+    # ---- counts and plan
+
+    def _plan(self) -> None:
+        machine, opening, memory = self._machine, self._opening, self._memory
+        E = machine.cfg.num_experts
+        ids_TK = opening.ids_TK.contiguous()
+        count_routes(ids_TK, memory.routes, E)
+        header = (
+            opening.layer,
+            opening.epoch,
+            machine.store.version(opening.layer),
+            list(POLICIES).index(opening.policy),
+            ids_TK.shape[0],
+        )
+        push_counts(memory.routes, header, memory.counts_R, machine.rank, E)
+        self._gate("counts")
+        check_headers(memory.counts.local, memory.routes.status)
+        residency = machine.residency[opening.layer, opening.lane]
+        machine.planner.plan(memory.counts_RE, residency, opening.policy, memory.plan)
+        place_routes(
+            ids_TK,
+            memory.routes,
+            memory.plan.take_ER,
+            memory.plan.row_ER,
+            machine.rank,
+            self._dest_TK,
+            self._row_TK,
+        )
+        machine.stats_ring[self._ring].copy_(memory.plan.stats, non_blocking=True)
+        self._timeline.mark("plan")
+
+    @property
+    def plan(self) -> Plan:
+        _refuse_capture("Step.plan")
+        return self._machine.planner.snapshot(self._memory.plan, self._memory.counts_RE)
+
+    # ---- the verbs
+
+    def dispatch(self, x_TH: Tensor) -> None:
+        memory = self._memory
+        dispatch(
+            x_TH.contiguous(),
+            self._opening.weights_TK.contiguous() if self._experts_weigh else None,
+            self._dest_TK,
+            self._row_TK,
+            memory.rows_R,
+            memory.chain_R,
+            memory.weight_R,
+        )
+
+    def fetch(self) -> None:
+        """Queue the fetch on its own stream, behind the plan."""
+        if not self._fetching:
+            return
+        machine, plan = self._machine, self._memory.plan
+        layer, lane, stream = self._opening.layer, self._opening.lane, machine.fetch_stream
+        stream.wait_event(self._timeline.event("plan"))
+        with torch.cuda.stream(stream):
+            fetch_slots(
+                plan.slot_RB[machine.rank],
+                plan.moved_RB[machine.rank],
+                machine.home_E,
+                machine.local_E,
+                machine.sources_XR[layer],
+                machine.row_bytes_X,
+                machine.slots_X[layer, lane],
+                FETCH_PROGRAMS,
+            )
+            self._timeline.mark("fetched")
+
+    def compute(self) -> None:
+        machine, memory, plan = self._machine, self._memory, self._memory.plan
+        self._gate("dispatch")
+        self._timeline.mark("arrived")
+        settle(
+            memory.rows.local,
+            memory.weight.local if self._experts_weigh else None,
+            memory.chain.local,
+            plan.group_start_G,
+            plan.group_count_G,
+            plan.rows_1,
+            machine.cfg.row_alignment,
+        )
+        self._run(slots=False)
+        self._timeline.mark("home")
+        if self._fetching:
+            torch.cuda.current_stream().wait_event(self._timeline.event("fetched"))
+            self._run(slots=True)
+        self._timeline.mark("computed")
+
+    def combine(self, out: Tensor | None) -> Tensor:
+        machine, memory, cfg = self._machine, self._memory, self._machine.cfg
+        T, H = self._opening.ids_TK.shape[0], cfg.hidden_size
+        y_TH = (
+            torch.empty(T, H, dtype=torch.bfloat16, device=machine.device) if out is None else out
+        )
+        on_output = cfg.route_weight == "output"
+        if cfg.reduction == "compact":
+            plan = memory.plan
+            fold(
+                memory.rows.local,
+                memory.weight.local if on_output else None,
+                memory.chain.local,
+                plan.group_start_G,
+                plan.group_count_G,
+                plan.rows_1,
+            )
+        self._gate("combine")
+        if cfg.reduction == "compact":
+            combine_compact(self._dest_TK, self._row_TK, memory.rows_R, y_TH)
+        else:
+            weights_TK = self._opening.weights_TK.contiguous() if on_output else None
+            combine_exact(self._dest_TK, self._row_TK, weights_TK, memory.rows_R, y_TH)
+        self._timeline.mark("combined")
+        machine.status[self._opening.lane : self._opening.lane + 1].copy_(
+            memory.routes.status[:1], non_blocking=True
+        )
+        return y_TH
+
+    def rows(self) -> Tensor:
+        """Waits for the plan: only it knows how many rows there are."""
+        _refuse_capture("Step.rows")
+        return self._memory.rows.local[: int(self._memory.plan.rows_1)]
+
+    def end(self) -> None:
+        if self._machine.poison:
+            self._gate("leave")  # peers may still be reading
+            self._memory.poison()
+
+    # ---- what it did
+
+    def planned(self, seconds: float) -> None:
+        self._planned_s = seconds
+
+    def record(self) -> StepRecord:
+        if self._record is None:
+            _refuse_capture("Step.record")
+            machine, opening = self._machine, self._opening
+            self._timeline.wait()
+            stats = machine.planner.describe(machine.stats_ring[self._ring], opening.policy)
+            self._record = StepRecord(
+                layer=opening.layer,
+                epoch=opening.epoch,
+                tokens=opening.ids_TK.shape[0],
+                policy=opening.policy,
+                **stats,
+            )
+            self._timeline.fill(self._record)
+        return self._record
+
+    def fresh_record(self) -> StepRecord:
+        """What the latest replay of a captured step did; wait for it first."""
+        self._record = None
+        return self.record()
+
+    # ---- inside
+
+    @property
+    def _experts_weigh(self) -> bool:
+        """Route weights are needed where the experts run."""
+        cfg = self._machine.cfg
+        return cfg.route_weight != "output" or cfg.reduction == "compact"
+
+    def _gate(self, phase: str) -> None:
+        tag = Tag(phase, self._opening.layer, self._opening.epoch)
+        self._machine.transport.gate(tag, self._opening.lane)
+
+    def _run(self, *, slots: bool) -> None:
+        machine, cfg = self._machine, self._machine.cfg
+        T = self._opening.ids_TK.shape[0]
+        mean = T * cfg.top_k * cfg.ranks / cfg.num_experts
+        groups = machine.groups(
+            self._opening.layer, self._opening.lane, slots=slots, likely=max(1, round(2 * mean))
+        )
+        weight_N = self._memory.weight.local if cfg.route_weight != "output" else None
+        leave = FETCH_PROGRAMS if self._fetching and not slots else 0
+        sms = machine.multiprocessors - leave if leave else None
+        machine.runner.run(self._memory.rows.local, weight_N, groups, sms)
+
+
+def _refuse_capture(what: str) -> None:
+    if torch.cuda.is_current_stream_capturing():
+        raise StateError(
+            explain(
+                "it waits for the GPU, which a graph that is being captured can't",
+                where=what,
+                fix="ask before the capture or after a replay",
+            )
+        )
