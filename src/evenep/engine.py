@@ -5,9 +5,10 @@ R ranks, E experts, T tokens this rank brings this step, K top-k, H row width.
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, TypeVar
 
@@ -360,6 +361,18 @@ class Engine:
         poison = self.settings.poison  # it adds a wait to every step
         homes, layers = self.placement.home_E.tolist(), list(experts.layers)
         return repr([self.cfg.digest(), homes, layers, hardware, poison])
+
+    @contextlib.contextmanager
+    def collect_records(self) -> Iterator[list[Callable[[], StepRecord]]]:
+        """Steps inside the block leave their records in the list, not with the engine's."""
+        kept, collected = self._records, deque[Callable[[], StepRecord]]()
+        self._records = collected
+        found: list[Callable[[], StepRecord]] = []
+        try:
+            yield found
+        finally:
+            self._records = kept
+            found.extend(collected)
 
     def _check(self, ids_TK: Tensor, weights_TK: Tensor) -> None:
         device = self.group.device

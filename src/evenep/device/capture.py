@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Generic, TypeVar
 import torch
 
 from ..errors import StateError, explain
+from ..observe import StepRecord
 from ..transport import DeviceTransport
 
 if TYPE_CHECKING:
@@ -37,7 +38,14 @@ class Captured(Generic[Result]):
         fn()  # kernels compile and caches fill before anything is recorded
         engine.synchronize()
         with engine.transport.capture(self._graph):
-            self.result = fn()
+            with engine.collect_records() as self._records:
+                self.result = fn()
+
+    @property
+    def records(self) -> list[StepRecord]:
+        """What the steps inside did in the latest replay; waits for it."""
+        self._engine.synchronize()
+        return [record() for record in self._records]
 
     def replay(self) -> Result:
         """Queue it again on the current stream. Collective, like the steps inside."""

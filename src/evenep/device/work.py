@@ -179,7 +179,7 @@ class DeviceWork(Work):
         self._planned_s = seconds
 
     def record(self) -> StepRecord:
-        if self._record is None:
+        if self._record is None or not self._timeline.timing:  # a replay has a new one each time
             _refuse_capture("Step.record")
             machine, opening = self._machine, self._opening
             self._timeline.wait()
@@ -193,11 +193,6 @@ class DeviceWork(Work):
             )
             self._timeline.fill(self._record)
         return self._record
-
-    def fresh_record(self) -> StepRecord:
-        """What the latest replay of a captured step did; wait for it first."""
-        self._record = None
-        return self.record()
 
     # ---- inside
 
