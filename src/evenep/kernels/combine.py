@@ -38,7 +38,8 @@ def _fold(
     g = tl.arange(0, GP)
     start_G = tl.load(group_start_G + g, mask=g < G, other=0)
     count_G = tl.load(group_count_G + g, mask=g < G, other=0)
-    for item in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
+    item = tl.program_id(0)
+    while item < rows * PARTS:
         n = item // PARTS
         h = (item % PARTS) * HB + tl.arange(0, HB)
         word = tl.load(chain_N + n)
@@ -58,6 +59,7 @@ def _fold(
                     sum_H += out_H.to(tl.float32)
                 at, to = to, following
             tl.store(row + h, sum_H.to(tl.bfloat16), mask=h < H)
+        item += tl.num_programs(0)
 
 
 @triton.jit

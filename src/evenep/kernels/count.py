@@ -88,8 +88,10 @@ def _count(
     block = tl.program_id(0)
     lane = tl.arange(0, SUB)
     seen_E = tl.zeros([EP], tl.int32)
-    for sub in range(subs):
-        n = (block * subs + sub) * SUB + lane
+    first = block * subs * SUB
+    end = first + subs * SUB
+    while first < end:
+        n = first + lane
         # Compared at full width: an int64 id must not wrap into range.
         id_n = tl.load(ids_N + n, mask=n < N, other=-1)
         valid = (id_n >= 0) & (id_n < E)
@@ -102,6 +104,7 @@ def _count(
         within = tl.sum(earlier.to(tl.int32), axis=1) + tl.gather(seen_E, e, axis=0)
         tl.store(within_N + n, within, mask=n < N)
         seen_E += tl.histogram(e, EP, mask=valid)
+        first += SUB
     e = tl.arange(0, EP)
     tl.store(before_JE + block * E + e, seen_E, mask=e < E)
 

@@ -32,7 +32,8 @@ def _dispatch(
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
     k = tl.arange(0, KP)
-    for item in range(tl.program_id(0), T * PARTS, tl.num_programs(0)):
+    item = tl.program_id(0)
+    while item < T * PARTS:
         t = (item // PARTS).to(tl.int64)
         h = (item % PARTS) * HB + tl.arange(0, HB)
         payload = tl.load(x_TH + t * H + h, mask=h < H, eviction_policy="evict_first")
@@ -67,6 +68,7 @@ def _dispatch(
                 there_K = tl.load(weight_ptrs_R + dest_K, mask=dest_K >= 0, other=0)
                 there_K = there_K.to(tl.pointer_type(tl.float32)) + row_K
                 tl.store(there_K, weight_K, mask=dest_K >= 0)
+        item += tl.num_programs(0)
 
 
 def dispatch(

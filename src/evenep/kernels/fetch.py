@@ -60,7 +60,8 @@ def _fetch(
                     chunks = (tl.cdiv(words, WORDS)).to(tl.int32)
                     at = first.to(tl.int64) * WORDS + word
                     held = tl.load(from_words + at, mask=at < words, eviction_policy="evict_first")
-                    for chunk in range(first, chunks, programs):
+                    chunk = first
+                    while chunk < chunks:
                         at = chunk.to(tl.int64) * WORDS + word
                         ahead = at + programs.to(tl.int64) * WORDS
                         coming = tl.load(
@@ -68,6 +69,7 @@ def _fetch(
                         )
                         tl.store(to_words + at, held, mask=at < words, cache_modifier=".cs")
                         held = coming
+                        chunk += programs
                     turn = (turn + chunks) % programs
                     if (size % 16 != 0) & (me == turn):
                         end = words * 8 + rest
@@ -76,11 +78,13 @@ def _fetch(
                         tl.store(to_bytes, tl.load(from_bytes, mask=end < size), mask=end < size)
                 else:
                     chunks = (tl.cdiv(size, BYTES)).to(tl.int32)
-                    for chunk in range(first, chunks, programs):
+                    chunk = first
+                    while chunk < chunks:
                         at = chunk.to(tl.int64) * BYTES + byte
                         from_bytes = src.to(tl.pointer_type(tl.int8)) + at
                         to_bytes = dest.to(tl.pointer_type(tl.int8)) + at
                         tl.store(to_bytes, tl.load(from_bytes, mask=at < size), mask=at < size)
+                        chunk += programs
                     turn = (turn + chunks) % programs
 
 

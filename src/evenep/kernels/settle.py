@@ -31,7 +31,8 @@ def _settle(
     g = tl.arange(0, GP)
     start_G = tl.load(group_start_G + g, mask=g < G, other=0)
     count_G = tl.load(group_count_G + g, mask=g < G, other=0)
-    for item in range(tl.program_id(0), rows * PARTS, tl.num_programs(0)):
+    item = tl.program_id(0)
+    while item < rows * PARTS:
         n = item // PARTS
         h = (item % PARTS) * HB + tl.arange(0, HB)
         row = rows_NH + n.to(tl.int64) * H
@@ -49,6 +50,7 @@ def _settle(
                 following = tl.load(chain_N + to) - 1
                 tl.store(rows_NH + to.to(tl.int64) * H + h, payload, mask=h < H)
                 to = following
+        item += tl.num_programs(0)
 
 
 def settle(
