@@ -90,3 +90,37 @@ def routings(draw: st.DrawFn, most_k: int = 16) -> tuple[Tensor, Tensor, int, in
         here = dest == r
         row[here] = torch.randperm(n, generator=g)[: int(here.sum())]
     return ints(dest), ints(row), R, n
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """A receive buffer as peers leave it: chains over the rows of groups, garbage elsewhere."""
+
+    start_G: Tensor
+    count_G: Tensor
+    rows_1: Tensor
+    chain_N: Tensor
+    align: int
+
+
+@st.composite
+def receipts(draw: st.DrawFn) -> Receipt:
+    """Groups of any sizes, empty ones too, with chains of any lengths through all of them."""
+    align = draw(st.sampled_from([1, 1, 3, 4, 8]))
+    counts = draw(st.lists(st.sampled_from([0, 0, 1, 2, 5, 9]), min_size=1, max_size=5))
+    g = torch.Generator().manual_seed(draw(st.integers(0, 2**31)))
+    starts, rows, real = [], 0, []
+    for count in counts:
+        starts.append(rows if count else draw(st.sampled_from([-1, 0, rows, 10**6])))
+        real += range(rows, rows + count)
+        rows += -(-count // align) * align
+    # Garbage that looks like leaders and links; the very last words lie behind the step's rows.
+    chain = torch.randint(-rows - 9, rows + 9, (rows + 3,), generator=g)
+    order = [real[i] for i in torch.randperm(len(real), generator=g).tolist()]
+    while order:
+        length = min(int(torch.randint(1, 5, (1,), generator=g)), len(order))
+        links, order = order[:length], order[length:]
+        for i, n in enumerate(links):
+            following = links[i + 1] if i + 1 < length else -1
+            chain[n] = following + 1 if i else -(following + 2)
+    return Receipt(ints(starts), ints(counts), ints([rows]), ints(chain), align)
