@@ -1,4 +1,4 @@
-"""Every exchange kernel compiled for sm_90 as its launcher launches it, and what must hold of it."""
+"""Every exchange kernel compiled for sm_90 as its launcher launches it, and what must hold."""
 
 from __future__ import annotations
 
@@ -9,6 +9,8 @@ import torch
 from .sm90 import record, resources
 
 R, K, E, B, G = 8, 16, 896, 16, 128
+SUMS = ("_combine_exact", "_combine_compact", "_fold")
+PAYLOAD = (*SUMS, "_dispatch", "_settle", "_fetch")
 
 
 def launch_all() -> None:
@@ -49,17 +51,15 @@ def main() -> None:
     launch_all()
     for name, kernel, grid in made:
         used, ptx = resources(kernel), kernel.asm["ptx"]
-        wide = {kind: ptx.count(f"{kind}.v4") + ptx.count(f"{kind}.v2.b64") for kind in ("ld", "st")}
-        for kind in ("ld", "st"):
-            lines = [x for x in ptx.splitlines() if f"{kind}.global" in x]
-            wide[kind] = sum(".v4.b32" in x or ".v2.b64" in x for x in lines)
+        lines = [line for line in ptx.splitlines() if ".v4.b32" in line or ".v2.b64" in line]
+        loads, stores = (sum(f"{kind}.global" in x for x in lines) for kind in ("ld", "st"))
         fma = ptx.count("fma.rn.f32")
         sys.stdout.write(f"{name} grid {grid} warps {kernel.metadata.num_warps} {used} ")
-        sys.stdout.write(f"shared {kernel.metadata.shared} wide {wide} fma {fma}\n")
-        assert used["LOCAL"] == 0 and used["STACK"] == 0, f"{name} spills"
-        if name in ("_dispatch", "_combine_exact", "_combine_compact", "_fold", "_settle", "_fetch"):
-            assert wide["ld"] and wide["st"], f"{name}: payload isn't accessed 16 bytes at a time"
-        if name in ("_combine_exact", "_combine_compact", "_fold"):
+        sys.stdout.write(f"shared {kernel.metadata.shared} wide {loads} {stores} fma {fma}\n")
+        assert used["LOCAL"] + used["STACK"] == 0, f"{name} spills"
+        if name in PAYLOAD:
+            assert min(loads, stores) > 0, f"{name}: payload isn't accessed 16 bytes at a time"
+        if name in SUMS:
             assert not fma, f"{name} fuses multiply and add"
 
 

@@ -20,7 +20,7 @@ from evenep.kernels.count import (
     push_counts,
 )
 
-from .exchange_ranks import DEV, STALE, addresses
+from .exchange_ranks import DEV, STALE, addresses, few
 
 
 def push(ids_TK: Tensor, E: int, ranks: int, me: int) -> tuple[RouteScratch, list[Tensor]]:
@@ -37,7 +37,7 @@ def push(ids_TK: Tensor, E: int, ranks: int, me: int) -> tuple[RouteScratch, lis
     return scratch, windows
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=few(40))
 @given(
     st.integers(0, 40), st.integers(1, 16), st.integers(1, 70), st.integers(1, 5),
     st.sampled_from([torch.int32, torch.int64]), st.data(),

@@ -25,6 +25,7 @@ from .exchange_ranks import (
     Windows,
     addresses,
     bits,
+    few,
     ints,
     shares,
     wild,
@@ -63,7 +64,7 @@ def direct_sum(
     return y_TH.bfloat16()
 
 
-@settings(deadline=None, max_examples=15)
+@settings(deadline=None, max_examples=few(15))
 @given(traffics(), st.booleans(), st.integers(0, 2**31))
 def test_from_ids_to_sums_as_if_there_were_no_exchange(
     traffic: Traffic, compact: bool, seed: int
@@ -133,7 +134,7 @@ def test_rows_beyond_2_to_the_31_elements() -> None:
     rows = torch.full((n, width), NAN, dtype=torch.bfloat16, device=DEV)
     chain = torch.full((n,), STALE, dtype=torch.int32, device=DEV)
     weight = torch.full((n,), NAN, device=DEV)
-    tables = [addresses([t]) for t in (rows, chain, weight)]
+    tables = (addresses([rows]), addresses([chain]), addresses([weight]))
     T, K = 64, 3
     g = torch.Generator().manual_seed(0)
     x_TH = torch.randn(T, width, generator=g).bfloat16().to(DEV)

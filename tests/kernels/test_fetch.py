@@ -11,11 +11,11 @@ from torch import Tensor
 from evenep.kernels import fetch
 from evenep.kernels.fetch import fetch_ref, fetch_slots
 
-from .exchange_ranks import DEV, addresses, ints
+from .exchange_ranks import DEV, addresses, few, ints
 
 
 def tensors(rows: int, size: int, shift: int, g: torch.Generator | None) -> Tensor:
-    """``[rows, size]`` bytes that begin ``shift`` bytes behind an aligned address; 0xAA or random."""
+    """Room for ``[rows, size]`` bytes from ``shift`` on, and 16 more; 0xAA or random."""
     flat = torch.full((shift + rows * size + 16,), 0xAA, dtype=torch.uint8)
     if g is not None:
         flat = torch.randint(0, 256, flat.shape, generator=g, dtype=torch.uint8)
@@ -26,7 +26,7 @@ def view(flat: Tensor, rows: int, size: int, shift: int) -> Tensor:
     return flat[shift : shift + rows * size].view(rows, size)
 
 
-@settings(deadline=None, max_examples=25)
+@settings(deadline=None, max_examples=few(25))
 @given(st.integers(1, 4), st.integers(1, 9), st.integers(0, 5), st.integers(1, 5), st.data())
 def test_slots_that_move_get_the_experts_bytes_and_nothing_else_changes(
     ranks: int, experts: int, slots: int, programs: int, data: st.DataObject
@@ -41,7 +41,10 @@ def test_slots_that_move_get_the_experts_bytes_and_nothing_else_changes(
     local = torch.stack([(home[:e] == home[e]).sum() for e in range(experts)])
     slot = torch.randint(-1, experts, (slots,), generator=g)
     moved = torch.randint(0, 2, (slots,), generator=g)
-    flats = [[tensors(experts, s, o, g) for _ in range(ranks)] for s, o in zip(sizes, shifts, strict=True)]
+    flats = [
+        [tensors(experts, s, o, g) for _ in range(ranks)]
+        for s, o in zip(sizes, shifts, strict=True)
+    ]
     rows = [
         [view(flat, experts, size, shift) for flat in flat_R]
         for flat_R, size, shift in zip(flats, sizes, shifts, strict=True)

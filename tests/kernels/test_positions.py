@@ -11,7 +11,7 @@ from torch import Tensor
 from evenep.kernels.count import RouteScratch, count_ref, count_routes, push_counts
 from evenep.kernels.positions import place_ref, place_routes
 
-from .exchange_ranks import DEV, STALE, addresses, ints
+from .exchange_ranks import DEV, STALE, addresses, few, ints
 
 
 def deal(counts: list[int], ranks: int, g: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -36,7 +36,7 @@ def place(ids_TK: Tensor, take_ER: Tensor, row_ER: Tensor, me: int) -> tuple[Ten
     return dest_TK, row_TK
 
 
-@settings(deadline=None, max_examples=40)
+@settings(deadline=None, max_examples=few(40))
 @given(
     st.integers(0, 20), st.integers(1, 16), st.integers(1, 20), st.integers(1, 9),
     st.sampled_from([torch.int32, torch.int64]), st.data(),

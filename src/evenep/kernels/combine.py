@@ -12,6 +12,8 @@ Worked example: a token's outputs ``2^25, 1, -2^25`` for k = 0 1 2 on ranks 1 0 
 the order of k and loses the 1 (fp32 has 24 bits): 0. ``compact`` gets ``2^25 - 2^25 = 0`` from
 rank 1 and 1 from rank 0: 1.
 """
+# mypy: disable-error-code=assignment
+# ruff: noqa: RUF005  (tuples grow by + in Triton; it has no unpacking)
 
 from __future__ import annotations
 
@@ -22,10 +24,11 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from .settle import PER_SM, WIDEST, chain_of, real_rows
+from .settle import WIDEST, chain_of, real_rows
 from .sizing import ceil_div, num_sms, pow2, split_width
 
-AT_ONCE = 8  # rows asked for before the first is added
+PER_SM = 8  # programs of fold per multiprocessor
+AT_ONCE = 8  # rows asked for before the first is added; twice as many where programs are few
 
 
 @triton.jit
@@ -172,10 +175,11 @@ def combine_exact(
         return
     HB = _least_waste(H, 1024)
     parts = ceil_div(H, HB)
+    few = T * parts <= 4 * num_sms(y_TH.device)
     _combine_exact[(T * parts,)](
         dest_TK, row_TK, y_TH if weights_TK is None else weights_TK, rows_ptrs_R, y_TH,
         K=dest_TK.shape[1], H=H, HB=HB, PARTS=parts, WEIGHTED=weights_TK is not None,
-        AT_ONCE=AT_ONCE, num_warps=HB // 256, enable_fp_fusion=False,
+        AT_ONCE=2 * AT_ONCE if few else AT_ONCE, num_warps=HB // 256, enable_fp_fusion=False,
     )  # fmt: skip
 
 

@@ -2,10 +2,11 @@
 
 T tokens, K top-k, E experts, R ranks, J blocks of routes; N = T K routes, route n = t K + k.
 
-Two launches. The first cuts the N routes into J <= 128 blocks and writes, per block, a histogram and
-each route's place among its block's routes of the same expert. The second turns the histograms into
-prefixes over the blocks (``place_routes`` reads them), and stores the totals behind a header in this
-rank's row of everyone's counts window. ``check_headers`` compares those headers on the device.
+Two launches. The first cuts the N routes into J <= 128 blocks and writes, per block, a histogram
+and each route's place among its block's routes of the same expert. The second turns the histograms
+into prefixes over the blocks (``place_routes`` reads them), and stores the totals behind a header
+in this rank's row of everyone's counts window. ``check_headers`` compares those headers on the
+device.
 
 Worked example: E = 3, blocks of 2 routes, ids ``[[2, 0], [2, 2]]``:
 
@@ -83,7 +84,8 @@ def blocking(routes: int) -> tuple[int, int]:
 
 @triton.jit(do_not_specialize=["N", "subs"])
 def _count(
-    ids_N, before_JE, within_N, status, N, subs, E: tl.constexpr, EP: tl.constexpr, SUB: tl.constexpr
+    ids_N, before_JE, within_N, status, N, subs,
+    E: tl.constexpr, EP: tl.constexpr, SUB: tl.constexpr,
 ):  # fmt: skip
     block = tl.program_id(0)
     lane = tl.arange(0, SUB)

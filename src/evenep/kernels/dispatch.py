@@ -6,10 +6,12 @@ The routes of one token to one rank form a chain in ascending k; the first is th
 only one whose payload travels. ``chain[n]`` of a leader's row is ``-(next + 2)``, of any other
 ``next + 1``, where ``next`` is the row of the next k on the same rank, or -1.
 
-Worked example: K = 3, a token routed to ranks ``1 0 1`` at rows ``4 9 7``. Its payload goes to row 4
-of rank 1 and row 9 of rank 0. Rank 1 gets ``chain[4] = -(7 + 2) = -9`` and ``chain[7] = -1 + 1 = 0``,
-rank 0 gets ``chain[9] = -(-1 + 2) = -1``.
+Worked example: K = 3, a token routed to ranks ``1 0 1`` at rows ``4 9 7``. Its payload goes to
+row 4 of rank 1 and row 9 of rank 0. Rank 1 gets ``chain[4] = -(7 + 2) = -9`` and ``chain[7] =
+-1 + 1 = 0``, rank 0 gets ``chain[9] = -(-1 + 2) = -1``.
 """
+# mypy: disable-error-code=assignment
+# ruff: noqa: RUF005  (tuples grow by + in Triton; it has no unpacking)
 
 from __future__ import annotations
 

@@ -5,9 +5,9 @@ expert e's at ``src_ptrs_XR[x, home_E[e]] + local_E[e] * row_bytes_X[x]``, slot 
 ``dest_ptrs_X[x] + b * row_bytes_X[x]``.
 
 Few programs of many warps copy while others compute. Every tensor of every slot that moves is cut
-into chunks, and chunks are dealt to programs in turn, going on where the last tensor ended: whatever
-moves, two programs' shares differ by less than two chunks. The next chunk is asked for before the
-current one is stored.
+into chunks, and chunks are dealt to programs in turn, going on where the last tensor ended:
+whatever moves, two programs' shares differ by at most one chunk. The next chunk is asked for before
+the current one is stored.
 
 Worked example: 3 programs, two slots move, one tensor of 4 chunks each. The first slot's chunks go
 to programs 0 1 2 0, the second's to 1 2 0 1: shares 3 3 2.

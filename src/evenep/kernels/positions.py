@@ -83,7 +83,9 @@ def place_ref(
     E, R = take_ER.shape
     order = [me, *(r for r in range(R) if r != me)]
     take, row = take_ER.tolist(), row_ER.tolist()
-    places = [iter([(r, row[e][r] + i) for r in order for i in range(take[e][r])]) for e in range(E)]
+    places = [
+        iter([(r, row[e][r] + i) for r in order for i in range(take[e][r])]) for e in range(E)
+    ]
     nowhere = (-1, -1)
     got = [
         [next(places[e], nowhere) if 0 <= e < E else nowhere for e in token]

@@ -1,12 +1,13 @@
 """Receive rows made whole: each payload copied along its chain, padding rows zeroed.
 
 N receive rows, H row width, G groups of this rank. Chain words are ``dispatch``'s. A row holds a
-route exactly if it lies in ``[start, start + count)`` of a group whose count isn't 0; words of other
-rows are left from earlier steps and must not be followed.
+route exactly if it lies in ``[start, start + count)`` of a group whose count isn't 0; words of
+other rows are left from earlier steps and must not be followed.
 
-Worked example: align 4, groups of 3 and 1 rows, so ``rows = 8``, real rows 0 1 2 4, padding 3 5 6 7.
-``chain = [-3, 5, 0, ?, 0 …]``: row 0 leads (``next = 3 - 2 = 1``), row 1 goes on at ``5 - 1 = 4``,
-row 4 ends (``0 - 1 = -1``). Row 0's payload is copied to rows 1 and 4; rows 3 5 6 7 become zero.
+Worked example: align 4, groups of 3 and 1 rows, so ``rows = 8``, real rows 0 1 2 4 and padding
+3 5 6 7. ``chain = [-3, 5, -1, ?, 0 …]``: row 0 leads (``next = 3 - 2 = 1``), row 1 goes on at
+``5 - 1 = 4``, row 4 ends (``0 - 1 = -1``); row 2 leads nobody. Row 0's payload is copied to rows 1
+and 4; rows 3 5 6 7 become zero.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from .sizing import ceil_div, num_sms, pow2
 
-PER_SM = 8  # programs per multiprocessor
+PER_SM = 16  # programs per multiprocessor: most rows only follow, and are over at once
 WIDEST = 8192  # elements of a row that one program holds
 
 

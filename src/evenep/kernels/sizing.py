@@ -6,7 +6,7 @@ import functools
 
 import torch
 
-INTERPRETED_SMS = 3  # a CPU has none; an odd few make programs of the interpreter take several items
+INTERPRETED_SMS = 3  # a CPU has none; with few, interpreted programs take several items each
 
 
 @functools.cache
