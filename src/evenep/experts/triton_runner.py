@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from ..config import EPConfig
-from ..errors import StateError, explain
 from ..kernels.group_tiles import group_tiles
 from ..kernels.grouped_gemm import GemmConfig, Matrix, config_for, down, gate_up
+from .compact import require_reserved
 from .device import DeviceRunner, Groups
 
 
@@ -63,16 +63,3 @@ class TritonRunner(DeviceRunner):
             sms=sms,
         )
         down(self._a_MI, Matrix.of(fmt, groups.tensors, "w2"), rows_NH, tiles, gemm, sms=sms)
-
-
-def require_reserved(rows: int, reserved: int, name: str) -> None:
-    """Refuse a call that scratch is too small for."""
-    if rows > reserved:
-        raise StateError(
-            explain(
-                f"runner '{name}' has no scratch for this many rows",
-                expected=f"at most {reserved}",
-                got=rows,
-                fix="call reserve() with the largest Groups.rows before the first run",
-            )
-        )
