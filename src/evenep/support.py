@@ -52,7 +52,9 @@ CHOICES: tuple[Choice, ...] = (
     Choice("weight_format", "nvfp4", "", f"NVFP4 experts are {_LATER}", "mxfp4"),
     Choice("weight_format", "int4", "", f"INT4 experts are {_LATER}", "mxfp4"),
     Choice("runner", "auto", "the fastest supported runner of the device"),
-    Choice("runner", "torch", "torch GEMMs; CPU: quantised experts decoded on first touch; GPU: BF16"),
+    Choice(
+        "runner", "torch", "torch GEMMs; CPU: quantised experts decoded on first touch; GPU: BF16"
+    ),
     Choice("runner", "reference", "CPU: one row at a time, fp32: slow, obvious, batch-invariant"),
     Choice("runner", "triton", "GPU: every format, decoded in registers; any GPU, batch-invariant"),
     Choice("runner", "gluon", "GPU: MXFP4 on SM90, decoded beside the tensor cores"),

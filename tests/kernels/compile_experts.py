@@ -9,7 +9,9 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import triton
 from triton.backends.compiler import GPUTarget
@@ -28,9 +30,19 @@ TYPES = {
     "start_G": "*i32", "count_G": "*i32", "ends_G": "*i32",
 }  # fmt: skip
 
+# Name, kernel, constants, types, warps, stages.
+Launch = tuple[str, Any, Mapping[str, object], Mapping[str, str], int, int]
 
-def compile_one(kernel, arch, constants, types=None, warps=4, stages=3):  # type: ignore[no-untyped-def]
-    types = TYPES | (types or {})
+
+def compile_one(
+    kernel: Any,
+    arch: int,
+    constants: Mapping[str, object],
+    types: Mapping[str, str],
+    warps: int = 4,
+    stages: int = 3,
+) -> Any:
+    types = {**TYPES, **types}
     signature, attrs = {}, {}
     for index, name in enumerate(kernel.arg_names):
         if name in constants:
@@ -44,7 +56,7 @@ def compile_one(kernel, arch, constants, types=None, warps=4, stages=3):  # type
     return triton.compile(source, target=GPUTarget("cuda", arch, 32), options=options)
 
 
-def resources(compiled) -> str:  # type: ignore[no-untyped-def]
+def resources(compiled: Any) -> str:
     """Registers and spills, as cuobjdump reads them from the binary."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -54,13 +66,16 @@ def resources(compiled) -> str:  # type: ignore[no-untyped-def]
     found = re.search(r"REG:(\d+) STACK:(\d+)", shown.stdout)
     regs, stack = found.groups() if found else ("?", "?")
     ptx = compiled.asm["ptx"]
-    dots = {name: len(re.findall(rf"\b{name}", ptx)) for name in ("wgmma.mma", "mma.sync", "tcgen05.mma")}
+    dots = {
+        name: len(re.findall(rf"\b{name}", ptx))
+        for name in ("wgmma.mma", "mma.sync", "tcgen05.mma")
+    }
     return f"regs={regs} stack={stack} shared={compiled.metadata.shared} " + " ".join(
         f"{name}={n}" for name, n in dots.items() if n
     )
 
 
-def gemms(arch):  # type: ignore[no-untyped-def]
+def gemms(arch: int) -> Iterator[Launch]:
     for fmt in ("bf16", "mxfp4", "fp8"):
         types = {"w_GWK": "*u8", "w_GHK": "*u8", "s_G": "*fp32" if fmt == "fp8" else "*u8"}
         if fmt == "bf16":
@@ -86,10 +101,10 @@ def gemms(arch):  # type: ignore[no-untyped-def]
             "FORMAT": fmt, "HAS_BIAS": True, "K_TAIL": True, "BM": 16, "BK": config.block_k,
             "SWIZZLE": 8, "H": 160, "I": 96, "W": 192, "WEIGH": "input", "BN": 64,
         } | act_constants(Activation("swigluoai", alpha=1.7, limit=7.0), "up_first", 8)  # fmt: skip
-        yield f"gate_up {fmt} odd", _gate_up, odd, types, 4, 3
+        yield f"gate_up {fmt} odd", _gate_up, odd, types, 4, 1 if arch >= 100 else 3
 
 
-def others():  # type: ignore[no-untyped-def]
+def others() -> Iterator[Launch]:
     sizes = {"BLOCK": 16, "ALIGN": 1, "BLOCK_G": 128, "BLOCK_T": 32}
     yield "tiles", _group_tiles, sizes, {}, 4, 3
     for gather in (True, False):

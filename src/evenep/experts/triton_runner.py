@@ -1,4 +1,4 @@
-"""The portable GPU runner: Triton kernels on the formats' own bytes, any GPU that Triton compiles for.
+"""The portable GPU runner: Triton on the formats' own bytes, any GPU that Triton compiles for.
 
 N receive rows, H row width, M compact rows (the groups' rows one after the other), I FFN width.
 Scratch is compact, so it is as long as ``Groups.rows`` may be, not as the receive buffer.

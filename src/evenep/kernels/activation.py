@@ -1,4 +1,4 @@
-"""What stands between the two GEMMs, on rows of groups: bias, activation, route weight, one rounding.
+"""Between the two GEMMs, on rows of groups: bias, activation, route weight, one rounding.
 
 M compact rows, N receive rows, I FFN width, W columns of h (2 I gated, else I), G groups.
 Formulas and names are ``evenep.activation``'s; everything is fp32 inside.
@@ -30,7 +30,7 @@ def tanh(x):
     size = tl.where(x < 0, -x, x)
     t = tl.exp(-2.0 * size)
     far = (1.0 - t) / (1.0 + t)
-    s = x * x
+    s = tl.where(size < 0.25, x * x, 0.0)
     near = 1.0 + s * (-1 / 3 + s * (2 / 15 + s * (-17 / 315 + s * (62 / 2835 - s * 1382 / 155925))))
     return tl.where(size < 0.25, x * near, tl.where(x < 0, -far, far))
 
@@ -80,7 +80,11 @@ def act_value(
 
 @triton.jit
 def gate_up_columns(
-    i, I, GATED: tl.constexpr, GATE_FIRST: tl.constexpr, INTERLEAVE: tl.constexpr
+    i,
+    I,  # noqa: E741
+    GATED: tl.constexpr,
+    GATE_FIRST: tl.constexpr,
+    INTERLEAVE: tl.constexpr,
 ):
     """Columns of gate and up (equal without a gate) of FFN column i."""
     if not GATED:

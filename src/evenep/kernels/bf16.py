@@ -5,8 +5,9 @@ bit patterns as integers where a GPU multiplies values. Kernels therefore round,
 feed ``tl.dot`` through these four; on a GPU each is the plain operation.
 
 Worked example: 1.00390625 = 1 + 2^-8 lies half-way between the BF16 neighbours 1 (bits 3F80) and
-1.0078125 (3F81); fp32 bits 3F808000. Nearest-even adds 7FFF + 0 (bit 16 is even) = 3F80FFFF and keeps
-the upper half: 3F80, so 1. For 1.01171875 (3F818000) bit 16 is odd: + 8000 = 3F820000, so 3F82.
+1.0078125 (3F81); fp32 bits 3F808000. Nearest-even adds 7FFF + 0 (bit 16 is even) = 3F80FFFF and
+keeps the upper half: 3F80, so 1. For 1.01171875 (3F818000) bit 16 is odd: + 8000 = 3F820000, so
+3F82.
 """
 
 from __future__ import annotations

@@ -93,9 +93,7 @@ def tile_bound(rows: int, groups: int, block: int) -> int:
     return rows // block + min(groups, rows)
 
 
-def group_tiles(
-    start_G: Tensor, count_G: Tensor, rows: int, block: int, align: int = 1
-) -> Tiles:
+def group_tiles(start_G: Tensor, count_G: Tensor, rows: int, block: int, align: int = 1) -> Tiles:
     """Find the tiles of groups on the device; ``rows`` bounds the sum of the counts (>= 1)."""
     (G,) = count_G.shape
     T = tile_bound(rows, G, block)
@@ -123,8 +121,10 @@ def group_tiles_ref(
     """Tiles and compact ends by walking the groups."""
     tiles, ends, compact = [], [], 0
     for g, (start, count) in enumerate(zip(starts, counts, strict=True)):
-        for done in range(0, count, block):
-            tiles.append((g, start + done, compact + done, min(block, count - done)))
+        tiles += [
+            (g, start + done, compact + done, min(block, count - done))
+            for done in range(0, count, block)
+        ]
         ends.append(compact + count)
         compact += -(-count // align) * align
     return tiles, ends

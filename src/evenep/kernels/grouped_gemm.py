@@ -39,7 +39,7 @@ from ..activation import Activation
 from .activation import act_constants, act_value, gate_up_columns
 from .bf16 import dot_bf16, mul_bf16, round_bf16, widen
 from .group_tiles import Tiles
-from .launch import grid_for, shared_bytes
+from .launch import capability_major, grid_for, shared_bytes
 
 _SWIZZLE = 8
 
@@ -345,11 +345,13 @@ class Matrix:
         return self.w.stride(0), 0 if self.scale is None else self.scale.stride(0)
 
 
-def _tuning(config: GemmConfig, matrix: Matrix, device: torch.device) -> dict[str, int]:
-    return {
-        "num_warps": config.warps,
-        "num_stages": stages_for(config, matrix.fmt, shared_bytes(device)),
-    }
+def _tuning(
+    config: GemmConfig, matrix: Matrix, device: torch.device, weigh: str = "output"
+) -> dict[str, int]:
+    stages = stages_for(config, matrix.fmt, shared_bytes(device))
+    if weigh == "input" and capability_major(device) >= 10:
+        stages = 1  # Triton 3.6 fails to pipeline weighed rows into tcgen05
+    return {"num_warps": config.warps, "num_stages": stages}
 
 
 def gate_up(
@@ -371,6 +373,7 @@ def gate_up(
     block_n = config.block_n // 2 if act.gated else config.block_n
     work = tiles.bound * triton.cdiv(I, block_n)
     w_stride, s_stride = matrix.strides
+    weigh = "output" if weight_N is None else weigh
     _gate_up[grid_for(rows_NH.device, work, per_sm=config.per_sm, sms=sms)](
         rows_NH,
         matrix.w,
@@ -387,14 +390,14 @@ def gate_up(
         W=W,
         FORMAT=matrix.fmt,
         **act_constants(act, order, interleave),
-        WEIGH="output" if weight_N is None else weigh,
+        WEIGH=weigh,
         HAS_BIAS=matrix.bias is not None,
         K_TAIL=H % config.block_k != 0,
         BM=config.block_m,
         BN=block_n,
         BK=config.block_k,
         SWIZZLE=_SWIZZLE,
-        **_tuning(config, matrix, rows_NH.device),
+        **_tuning(config, matrix, rows_NH.device, weigh),
     )
 
 

@@ -1,4 +1,4 @@
-"""Sizes of launches: programs that walk their work in strides, so sizes stay the device's secret."""
+"""Sizes of launches: programs walk their work in strides, so sizes stay the device's secret."""
 
 from __future__ import annotations
 
@@ -24,6 +24,12 @@ def shared_bytes(device: torch.device) -> int:
         return 227 << 10
     properties = torch.cuda.get_device_properties(device)
     return int(getattr(properties, "shared_memory_per_block_optin", 99 << 10))
+
+
+@functools.cache
+def capability_major(device: torch.device) -> int:
+    """9 for SM90; 0 in the interpreter."""
+    return torch.cuda.get_device_capability(device)[0] if device.type == "cuda" else 0
 
 
 def grid_for(device: torch.device, work: int, *, per_sm: int, sms: int | None) -> tuple[int]:
