@@ -16,6 +16,7 @@ from evenep.config import GATE_UP_ORDERS, REDUCTIONS, ROUTE_WEIGHT_PLACES
 from evenep.errors import ConfigError, LaunchError, UnsupportedError
 from evenep.experts import RUNNERS
 from evenep.experts.activations import GATED
+from evenep.experts.registry import DEVICE_RUNNERS
 from evenep.formats import FORMATS
 from evenep.plan.policies import POLICIES
 from evenep.transport import BY_DEVICE
@@ -102,12 +103,24 @@ def test_every_choice_is_listed_once_and_explained() -> None:
 @pytest.mark.parametrize("axis", CONFIG_AXES)
 def test_every_supported_choice_of_a_config_builds(axis: str) -> None:
     for name in names(axis):
-        assert getattr(make(**{axis: name}), axis) == name
+        partner = {"weight_format": "mxfp4"} if name == "gluon" else {}
+        assert getattr(make(**{axis: name}, **partner), axis) == name
+
+
+def test_a_runner_builds_with_exactly_its_formats() -> None:
+    assert set(support.RUNNER_FORMATS) == names("runner")
+    for runner, formats in support.RUNNER_FORMATS.items():
+        for fmt in names("weight_format"):
+            if fmt in formats:
+                make(runner=runner, weight_format=fmt)
+            else:
+                with pytest.raises(UnsupportedError):
+                    make(runner=runner, weight_format=fmt)
 
 
 def test_registries_and_supported_choices_are_the_same_sets() -> None:
     assert names("weight_format") == set(FORMATS)
-    assert names("runner") == {"auto", *RUNNERS}
+    assert names("runner") == {"auto", *RUNNERS, *DEVICE_RUNNERS}
     assert names("transport") == {name for kinds in BY_DEVICE.values() for name in kinds}
     assert {d: set(t) for d, t in support.TRANSPORTS_OF.items()} == {
         d: set(kinds) for d, kinds in BY_DEVICE.items()
@@ -135,6 +148,8 @@ BROKEN: dict[str, list[dict[str, object]]] = {
         {"gate_up_interleave": 1, "activation": "relu2"},
         {"gate_up_interleave": 8, "intermediate_size": 100},
     ],
+    "gluon format": [{"runner": "gluon"}, {"runner": "gluon", "weight_format": "fp8"}],
+    "deepgemm format": [{"runner": "deepgemm", "weight_format": "mxfp4"}],
 }
 JUST_FINE: list[dict[str, object]] = [
     {"policy": "exact", "ranks": 2, "slots_per_rank": 2},

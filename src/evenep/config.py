@@ -46,7 +46,7 @@ class EPConfig:
         timeout_s: deadline in seconds of every wait for a peer in a step.
         load_timeout_s: deadline of waiting for peers that still load weights; a peer that dies or
             fails meanwhile is noticed at once all the same.
-        runner: ``auto``, ``torch`` or ``reference`` (see ``evenep.experts``).
+        runner: ``auto``, or one that ``evenep.support`` lists (see ``evenep.experts``).
         route_weight: where the route weight multiplies: the expert's ``output``, its
             ``activation`` (before the down GEMM) or its ``input``.
         expert_bias: experts carry ``w13_bias`` and ``w2_bias``.

@@ -52,12 +52,20 @@ CHOICES: tuple[Choice, ...] = (
     Choice("weight_format", "nvfp4", "", f"NVFP4 experts are {_LATER}", "mxfp4"),
     Choice("weight_format", "int4", "", f"INT4 experts are {_LATER}", "mxfp4"),
     Choice("runner", "auto", "the fastest supported runner of the device"),
-    Choice("runner", "torch", "torch GEMMs; quantised experts decoded on first touch"),
-    Choice("runner", "reference", "one row at a time, fp32: slow, obvious, batch-invariant"),
-    Choice("runner", "triton", "", f"GPU runners are {_LATER}", "torch"),
-    Choice("runner", "gluon", "", f"GPU runners are {_LATER}", "torch"),
-    Choice("runner", "deepgemm", "", f"GPU runners are {_LATER}", "torch"),
-    Choice("runner", "humming", "", f"GPU runners are {_LATER}", "torch"),
+    Choice(
+        "runner", "torch", "torch GEMMs; CPU: quantised experts decoded on first touch; GPU: BF16"
+    ),
+    Choice("runner", "reference", "CPU: one row at a time, fp32: slow, obvious, batch-invariant"),
+    Choice("runner", "triton", "GPU: every format, decoded in registers; any GPU, batch-invariant"),
+    Choice("runner", "gluon", "GPU: MXFP4 on SM90, decoded beside the tensor cores"),
+    Choice("runner", "deepgemm", "GPU: DeepGEMM on SM90: BF16, or FP8 with FP8 activations"),
+    Choice(
+        "runner",
+        "humming",
+        "",
+        "its groups end where the buffer ends, not where the device says",
+        "gluon",
+    ),
     Choice("transport", "threads", "ranks are threads of one process"),
     Choice("transport", "shm", "ranks are processes of one host with shared memory"),
     Choice("transport", "collective", "gloo sockets of its own beside any torch.distributed job"),
@@ -76,6 +84,24 @@ CHOICES: tuple[Choice, ...] = (
 )
 
 _GRANULES = (0, 1, 8)
+
+RUNNER_FORMATS: dict[str, tuple[str, ...]] = {
+    "auto": ("bf16", "mxfp4", "fp8"),
+    "torch": ("bf16", "mxfp4", "fp8"),  # on a GPU BF16 only, which its constructor says
+    "reference": ("bf16", "mxfp4", "fp8"),
+    "triton": ("bf16", "mxfp4", "fp8"),
+    "gluon": ("mxfp4",),
+    "deepgemm": ("bf16", "fp8"),
+}
+"""The formats that a runner computes."""
+
+
+def _runner_format(runner: str, *, among: tuple[str, ...]) -> Callable[[EPConfig], str | None]:
+    def broken(cfg: EPConfig) -> str | None:
+        wrong = cfg.weight_format in among and cfg.weight_format not in RUNNER_FORMATS[runner]
+        return f"weight_format='{cfg.weight_format}'" if cfg.runner == runner and wrong else None
+
+    return broken
 
 
 def _interleave(cfg: EPConfig) -> str | None:
@@ -129,6 +155,19 @@ RULES: tuple[Rule, ...] = (
         "and only gated activations have both",
         "gate_up_interleave=0",
         _interleave,
+    ),
+    Rule(
+        "gluon format",
+        "the gluon runner is a decoder of MXFP4 and computes nothing else",
+        "runner='auto' or 'triton'",
+        _runner_format("gluon", among=("bf16", "fp8")),
+    ),
+    Rule(
+        "deepgemm format",
+        "DeepGEMM multiplies FP4 on SM100 only: it asserts so for every grouped GEMM of FP8 rows "
+        "and FP4 weights",
+        "runner='gluon' or 'triton'",
+        _runner_format("deepgemm", among=("mxfp4",)),
     ),
 )
 

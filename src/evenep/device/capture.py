@@ -37,9 +37,8 @@ class Captured(Generic[Result]):
         self._engine, self._graph = engine, torch.cuda.CUDAGraph()
         fn()  # kernels compile and caches fill before anything is recorded
         engine.synchronize()
-        with engine.transport.capture(self._graph):
-            with engine.collect_records() as self._records:
-                self.result = fn()
+        with engine.transport.capture(self._graph), engine.collect_records() as self._records:
+            self.result = fn()
 
     @property
     def records(self) -> list[StepRecord]:
