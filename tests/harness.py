@@ -78,7 +78,8 @@ def answer(rank: int, number: int, layer: int, device: str = "cpu") -> Tensor:
     """What a rank must get at a step, from an engine of one rank that never failed."""
     alone = EPGroup(dist.HashStore(), 0, 1, transport="threads", device=device)
     with engine(alone, slots_per_rank=0, policy="static") as solo:
-        return solo(*(t.to(device) for t in batch(rank, number)), layer=layer).cpu()
+        x_TH, ids_TK, weights_TK = (t.to(device) for t in batch(rank, number))
+        return solo(x_TH, ids_TK, weights_TK, layer).cpu()
 
 
 def walk(

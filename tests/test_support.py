@@ -130,8 +130,9 @@ def test_registries_and_supported_choices_are_the_same_sets() -> None:
     assert names("activation") == set(KINDS) == {*GATED, "relu2"}
     assert names("reduction") == set(REDUCTIONS)
     assert names("route_weight") == set(ROUTE_WEIGHT_PLACES)
-    for registry in (FORMATS, RUNNERS, *BY_DEVICE.values()):
-        assert all(key == entry.name for key, entry in registry.items())
+    assert all(key == entry.name for key, entry in FORMATS.items())
+    assert all(key == entry.name for key, entry in RUNNERS.items())
+    assert all(key == e.name for kinds in BY_DEVICE.values() for key, e in kinds.items())
 
 
 # ---- rules

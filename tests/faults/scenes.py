@@ -172,10 +172,11 @@ def watch(
     fn: Callable[..., Any], transport: str, faults: Any, timeout_s: float
 ) -> tuple[harness.Run, list[Sighting]]:
     """Launch a scene; the run and the survivors' sightings."""
-    if transport == "threads":  # known before the clocks of ranks in this process run
+    name, _, device = transport.partition("@")
+    if name == "threads":  # known before the clocks of ranks in this process run
         for number in range(2 * len(faults) + 1):
             for rank in range(RANKS):
-                harness.answer(rank, number, LAYER)
+                harness.answer(rank, number, LAYER, device or "cpu")
     waker = Waker(timeout_s + OVERSLEEP_S)
     done = harness.run(fn, RANKS, transport, faults, timeout_s, hear=waker, timeout_s=100)
     for timer in waker.timers:

@@ -5,6 +5,7 @@ R ranks, E experts, B slots, S tokens capacity, K top-k, N receive rows, H row w
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -29,6 +30,7 @@ class Lane:
         rows: BF16 ``[N, H]``: dispatched rows, overwritten by expert outputs.
         chain: int32 ``[N]``: links the rows of one token (see ``kernels.dispatch``).
         weight: fp32 ``[N]``: route weights.
+        counts_R, rows_R, chain_R, weight_R: int64 ``[R]``, where every rank has each of them.
         plan: this rank's view of the step's plan.
         routes: scratch from counting to placing.
         dest_SK, row_SK: int32, where each of this rank's routes went; -1: nowhere.
@@ -65,25 +67,30 @@ class Lane:
         ]
         made = transport.windows(specs)
         return [
-            cls(
-                *(windows := made[4 * lane : 4 * lane + 4]),
-                *map(addresses, windows),
-                planner.buffers(),
-                RouteScratch.make(
-                    cfg.max_tokens_per_rank, cfg.top_k, cfg.num_experts, transport.device
-                ),
-                *(
-                    torch.full(
-                        (cfg.max_tokens_per_rank, cfg.top_k),
-                        -1,
-                        dtype=torch.int32,
-                        device=transport.device,
-                    )
-                    for _ in range(2)
-                ),
-            )
+            cls._over(cfg, made[4 * lane : 4 * lane + 4], transport.device, planner)
             for lane in range(cfg.in_flight)
         ]
+
+    @classmethod
+    def _over(
+        cls, cfg: EPConfig, windows: Sequence[Window], device: torch.device, planner: DevicePlanner
+    ) -> Lane:
+        counts, rows, chain, weight = windows
+        S, K = cfg.max_tokens_per_rank, cfg.top_k
+        return cls(
+            counts=counts,
+            rows=rows,
+            chain=chain,
+            weight=weight,
+            counts_R=addresses(counts),
+            rows_R=addresses(rows),
+            chain_R=addresses(chain),
+            weight_R=addresses(weight),
+            plan=planner.buffers(),
+            routes=RouteScratch.make(S, K, cfg.num_experts, device),
+            dest_SK=torch.full((S, K), -1, dtype=torch.int32, device=device),
+            row_SK=torch.full((S, K), -1, dtype=torch.int32, device=device),
+        )
 
     @property
     def counts_RE(self) -> Tensor:

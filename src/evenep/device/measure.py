@@ -5,6 +5,7 @@ Ranks take turns, so that ranks which share a GPU don't measure each other.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
@@ -74,7 +75,7 @@ def _measure_alone(machine: DeviceMachine, layer: int) -> list[int]:
             likely=rows,
         )
         machine.runner.reserve(max(machine.capacity, groups.rows))
-        times.append(_best(lambda r=rows_NH, w=weight_N, g=groups: machine.runner.run(r, w, g)))
+        times.append(_best(functools.partial(machine.runner.run, rows_NH, weight_N, groups)))
     per_expert = [round(t / experts * PS) for t in times]
     return [*per_expert, round(_time_fetch(machine, layer) * PS)]
 
@@ -105,7 +106,7 @@ def _time_fetch(machine: DeviceMachine, layer: int) -> float:
 
 def _best(run: Callable[[], None]) -> float:
     run()
-    times = []
+    times: list[float] = []
     for _ in range(_REPEATS):
         start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         start.record()

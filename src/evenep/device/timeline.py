@@ -62,4 +62,5 @@ class Timeline:
     def _seconds(self, first: str, last: str) -> float:
         if first not in self.events or last not in self.events:
             return 0.0
-        return self.events[first].elapsed_time(self.events[last]) / 1e3
+        milliseconds: float = self.events[first].elapsed_time(self.events[last])
+        return milliseconds / 1e3

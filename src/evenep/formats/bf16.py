@@ -28,5 +28,8 @@ class BF16(WeightFormat):
     def fill_random(self, tensors: Mapping[str, Tensor], generator: torch.Generator) -> None:
         for name in ("w13", "w2"):
             fan_in = tensors[name].shape[-1]
-            values = torch.randn(tensors[name].shape, generator=generator) * fan_in**-0.5
+            values = (
+                torch.randn(tensors[name].shape, generator=generator, device=generator.device)
+                * fan_in**-0.5
+            )
             tensors[name].copy_(values)

@@ -39,8 +39,8 @@ class FP8(WeightFormat):
     def fill_random(self, tensors: Mapping[str, Tensor], generator: torch.Generator) -> None:
         for name in ("w13", "w2"):
             codes, scale = tensors[name], tensors[f"{name}_scale"]
-            codes.copy_(torch.randn(codes.shape, generator=generator))
-            spread = torch.rand(scale.shape, generator=generator) + 0.5
+            codes.copy_(torch.randn(codes.shape, generator=generator, device=generator.device))
+            spread = torch.rand(scale.shape, generator=generator, device=generator.device) + 0.5
             scale.copy_(spread * codes.shape[-1] ** -0.5)
 
 

@@ -27,6 +27,10 @@ WARPS = 32
 CHUNK = 32 * WARPS * 16 * 2  # bytes: two 16-byte words a thread
 
 
+FETCH_PROGRAMS = 8
+"""Multiprocessors that copy replicas while the others compute."""
+
+
 @triton.jit
 def _fetch(
     slot_B, moved_B, home_E, local_E, src_ptrs_XR, dest_ptrs_X,

@@ -50,10 +50,14 @@ class ExpertWeights(ABC):
         """
 
     @staticmethod
-    def random(cfg: EPConfig, layers: int = 1, seed: int = 0) -> ExpertWeights:
-        """Random weights of ``cfg``'s format: a pure function of (seed, layer, expert)."""
+    def random(cfg: EPConfig, layers: int = 1, seed: int = 0, device: str = "cpu") -> ExpertWeights:
+        """Random weights of ``cfg``'s format: a pure function of (seed, layer, expert, device).
+
+        Args:
+            device: where they are drawn; ``cuda`` draws large ones fast.
+        """
         _require_layers(layers)
-        return _RandomWeights(cfg, layers, seed)
+        return _RandomWeights(cfg, layers, seed, device)
 
     @staticmethod
     def from_tensors(
@@ -91,8 +95,9 @@ def _require_layers(layers: int) -> None:
 
 
 class _RandomWeights(ExpertWeights):
-    def __init__(self, cfg: EPConfig, layers: int, seed: int) -> None:
+    def __init__(self, cfg: EPConfig, layers: int, seed: int, device: str) -> None:
         self.cfg, self.layers, self._seed = cfg, tuple(range(layers)), seed
+        self._device, self.on_device = device, device != "cpu"
 
     def load(
         self,
@@ -104,11 +109,14 @@ class _RandomWeights(ExpertWeights):
         fmt = format_of(self.cfg)
         for expert, tensors in zip(experts, rows, strict=True):
             stream = (self._seed * 1_000_003 + layer) * 1_000_003 + expert
-            generator = torch.Generator().manual_seed(stream % 2**63)
+            generator = torch.Generator(self._device).manual_seed(stream % 2**63)
             fmt.fill_random(tensors, generator)
             for name in ("w13_bias", "w2_bias"):
                 if name in tensors:
-                    tensors[name].copy_(torch.randn(tensors[name].shape, generator=generator) * 0.1)
+                    values = torch.randn(
+                        tensors[name].shape, generator=generator, device=self._device
+                    )
+                    tensors[name].copy_(values * 0.1)
             if progress:
                 progress(fmt.expert_bytes(self.cfg))
 
