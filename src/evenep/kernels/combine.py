@@ -28,7 +28,8 @@ from .settle import WIDEST, chain_of, real_rows
 from .sizing import ceil_div, num_sms, pow2, split_width
 
 PER_SM = 8  # programs of fold per multiprocessor
-AT_ONCE = 8  # rows asked for before the first is added; twice as many where programs are few
+REGISTERS = 128  # left to itself, the assembler saves registers by asking for rows one by one
+AT_ONCE = 8  # rows asked for before the first is added
 
 
 @triton.jit
@@ -175,11 +176,11 @@ def combine_exact(
         return
     HB = _least_waste(H, 1024)
     parts = ceil_div(H, HB)
-    few = T * parts <= 4 * num_sms(y_TH.device)
     _combine_exact[(T * parts,)](
         dest_TK, row_TK, y_TH if weights_TK is None else weights_TK, rows_ptrs_R, y_TH,
         K=dest_TK.shape[1], H=H, HB=HB, PARTS=parts, WEIGHTED=weights_TK is not None,
-        AT_ONCE=2 * AT_ONCE if few else AT_ONCE, num_warps=HB // 256, enable_fp_fusion=False,
+        AT_ONCE=AT_ONCE, num_warps=HB // 256, enable_fp_fusion=False,
+        maxnreg=REGISTERS,
     )  # fmt: skip
 
 
@@ -199,7 +200,7 @@ def combine_compact(dest_TK: Tensor, row_TK: Tensor, rows_ptrs_R: Tensor, y_TH: 
     _combine_compact[(T * parts,)](
         dest_TK, row_TK, rows_ptrs_R, y_TH,
         K=K, KP=pow2(K), MOST=min(K, rows_ptrs_R.numel()), H=H, HB=HB, PARTS=parts,
-        num_warps=min(HB // 256, 4), enable_fp_fusion=False,
+        num_warps=min(HB // 256, 4), enable_fp_fusion=False, maxnreg=REGISTERS,
     )  # fmt: skip
 
 
