@@ -30,10 +30,6 @@ Row blocks per group 1, 0, 2, running sums 1, 1, 3; times 2 n tiles = 6 tiles. T
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import triton
-from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -43,38 +39,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_init,
     warpgroup_mma_wait,
 )
-from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-
-from ..activation import Activation
-
-NO_ACTIVATION = "none"
-
-
-@dataclass(frozen=True, slots=True)
-class Tile:
-    """How one launch cuts its GEMM. Any tile gives the same bits.
-
-    Args:
-        rows: x rows of a tile, the tensor core's n: 8 … 256.
-        bn: weight rows of a tile, 128 or 256 (256 where the padded rows allow it, else 128).
-        bk: columns per stage, 128 or 256.
-        stages: depth of the ring.
-        pipelined: decode a stage while the products of the one before run.
-        warps: computing warps, 4 or 8.
-        ctas: programs per SM.
-        registers: cap per thread, 0 for none.
-        exact: tiles with 1, 2 or 4 rows copy just those rows of x.
-    """
-
-    rows: int
-    bn: int
-    bk: int
-    stages: int
-    pipelined: bool
-    warps: int
-    ctas: int
-    registers: int = 0
-    exact: bool = False
 
 
 def _decode_asm() -> str:
@@ -469,8 +433,18 @@ def _compute_tiles(
     do_not_specialize_on_alignment=["start_G", "count_G", "weight_N", "bias"],
 )
 def mxfp4_grouped_gemm(
-    w_desc, s_desc, x_desc, x1_desc, x2_desc, x4_desc,
-    start_G, count_G, weight_N, bias, out, P: gl.constexpr
+    w_desc,
+    s_desc,
+    x_desc,
+    x1_desc,
+    x2_desc,
+    x4_desc,
+    start_G,
+    count_G,
+    weight_N,
+    bias,
+    out,
+    P: gl.constexpr,
 ):
     if not P.value.down:
         _start_next_launch()
@@ -487,91 +461,30 @@ def mxfp4_grouped_gemm(
         mbarrier.init(empty.index(i), count=1)
     gl.warp_specialize(
         [
-            (_compute_tiles, (start_G, count_G, weight_N, bias, out,
-                              w_ring, s_ring, x_ring, full, empty, P)),
-            (_copy_tiles, (w_desc, s_desc, x_desc, x1_desc, x2_desc, x4_desc, start_G, count_G,
-                           w_ring, s_ring, x_ring, full, empty, P)),
+            (
+                _compute_tiles,
+                (start_G, count_G, weight_N, bias, out, w_ring, s_ring, x_ring, full, empty, P),
+            ),
+            (
+                _copy_tiles,
+                (
+                    w_desc,
+                    s_desc,
+                    x_desc,
+                    x1_desc,
+                    x2_desc,
+                    x4_desc,
+                    start_G,
+                    count_G,
+                    w_ring,
+                    s_ring,
+                    x_ring,
+                    full,
+                    empty,
+                    P,
+                ),
+            ),
         ],
         [1],
         [40],
     )
-
-
-@dataclass(frozen=True, slots=True)
-class Gemm:
-    """What a launch computes: everything its compiled kernel depends on.
-
-    Args:
-        tile: how it is cut.
-        down: x is the compact scratch and out the receive rows; else the other way round.
-        G: groups.
-        NP: padded rows of the weight.
-        KP: padded columns of the weight.
-        C: columns of out.
-        kind: activation, ``none`` for the down GEMM.
-        bias: add ``bias`` of each group's NP rows.
-        weighted: multiply the activation by the route weight.
-        early: started before the launch in front of it has ended (programmatic dependent launch):
-            fill the ring with weights, then wait for it. Its x is that launch's out.
-    """
-
-    tile: Tile
-    down: bool
-    G: int
-    NP: int
-    KP: int
-    C: int
-    kind: str = NO_ACTIVATION
-    beta: float = 0.0
-    linear_beta: float = 0.0
-    alpha: float = 0.0
-    limit: float = 0.0
-    bias: bool = False
-    weighted: bool = False
-    early: bool = False
-
-    @property
-    def ahead(self) -> int:
-        """Stages of weights an early launch copies before it waits."""
-        return min(self.tile.stages, self.KP // self.tile.bk)
-
-    @property
-    def GB(self) -> int:
-        """Groups rounded up to a power of two."""
-        return max(32, triton.next_power_of_2(self.G))
-
-    @property
-    def gated(self) -> bool:
-        """Rows of the weight alternate: 8 gates, their 8 ups."""
-        return self.kind not in (NO_ACTIVATION, "relu2")
-
-
-def _shared(bits: int, swizzle: int = 128) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
-
-
-def weight_descriptors(words, scales, tile: Tile):
-    """TMA descriptors of all groups' words and scales, a tile's boxes of one 128-row group."""
-    BK = tile.bk
-    return (
-        TensorDescriptor.from_tensor(words.view(-1, 32), [BK // 2, 32], _shared(32)),
-        TensorDescriptor.from_tensor(scales.view(-1, 16), [BK // 16, 16], _shared(32, 64)),
-    )
-
-
-def row_descriptors(x_NK: Tensor, tile: Tile):
-    """TMA descriptors of x: a whole box; exactly 1, 2, 4 rows (None where the tile has no use).
-
-    What a box holds past the tensor's end arrives as zero and costs no read. A view of windows of
-    c rows, ``[N - c + 1, c, K]`` with overlapping strides, ends after c rows of any first row.
-    """
-    box = TensorDescriptor.from_tensor(x_NK, [tile.rows, tile.bk], _shared(16))
-    if not tile.exact:
-        return box, None, None, None
-    N, K = x_NK.shape
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
-    few = [
-        TensorDescriptor(x_NK, [max(1, N - c + 1), c, K], [K, K, 1], [1, tile.rows, tile.bk], layout)
-        for c in (1, 2, 4)
-    ]
-    return box, *few

@@ -30,7 +30,8 @@ exponent fields (bits 7..14 and 23..30) don't meet. 2^(b - 1) is a BF16 for b <=
 Worked example: row g has codes 1, 2 (0.5, 1) and 3, 4 (1.5, 2) in registers 0 and 2, row g + 8
 codes 5, 6 (3, 4) and 7, 8 (6, -0) in registers 1 and 3. Checkpoint bytes in register order
 0x21, 0x65, 0x43, 0x87 become q = 0x2CA63045: q & M = 0x00800040, halves 0x0040 and
-0x0080, which are 0.5 and 1 times 2^-126. Scale bytes 127, 128 (row g) and 120, 121 (row g + 8) become 0x7F7BFEFB.
+0x0080, which are 0.5 and 1 times 2^-126. Scale bytes 127, 128 (row g) and 120, 121 (row g + 8)
+become 0x7F7BFEFB.
 
 The rows of a gated w13 are permuted: in each tile of 16, rows 0..7 are gates and rows 8..15 the
 matching ups, so that a lane ends up with both halves of a column and can apply the activation.
