@@ -96,7 +96,7 @@ class Gemm:
 
 
 SMALL = Tile(8, 128, 256, 4, pipelined=False, warps=8, ctas=2, registers=80)
-SMALL_SPREAD = Tile(8, 128, 256, 3, pipelined=False, warps=4, ctas=3, registers=80)
+SMALL_SPREAD = Tile(8, 128, 128, 6, pipelined=False, warps=4, ctas=3, registers=80)
 TILES: dict[int, Tile] = {
     8: SMALL,
     16: Tile(16, 128, 128, 8, pipelined=True, warps=4, ctas=2, registers=128),

@@ -16,17 +16,21 @@ from torch import Tensor
 
 
 @triton.jit
-def _weigh_rows(rows_NH, weight_N, start_G, count_G, G, H, BLOCK: tl.constexpr):
+def _weigh_rows(
+    rows_NH, weight_N, start_G, count_G, G: tl.constexpr, H: tl.constexpr, BLOCK: tl.constexpr
+):
     for g in range(G):
         start = tl.load(start_G + g).to(tl.int64)
         count = tl.load(count_G + g)
-        for i in range(tl.program_id(0), count, tl.num_programs(0)):
+        i = tl.program_id(0)
+        while i < count:
             w = tl.load(weight_N + start + i)
             for h in range(0, H, BLOCK):
                 column = h + tl.arange(0, BLOCK)
                 x = rows_NH + (start + i) * H + column
                 value = tl.load(x, mask=column < H, other=0.0).to(tl.float32)
                 tl.store(x, (value * w).to(tl.bfloat16), mask=column < H)
+            i += tl.num_programs(0)
 
 
 def weigh_rows(
