@@ -22,4 +22,6 @@ def test_weighs_the_rows_of_groups_only(counts: list[int], programs: int, H: int
     start, count = (torch.tensor(v, dtype=torch.int32, device=DEVICE) for v in (starts, counts))
     want = weigh_rows_ref(rows, weight, start, count)
     weigh_rows(rows, weight, start, count, programs)
-    assert torch.equal(rows, want)
+    # The interpreter cuts fp32 to BF16 where the GPU rounds: a last bit there, none here.
+    rtol = 0.0 if DEVICE == "cuda" else 2**-7
+    torch.testing.assert_close(rows, want, rtol=rtol, atol=0.0)
