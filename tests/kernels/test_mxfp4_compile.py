@@ -18,7 +18,7 @@ from evenep.kernels.mxfp4_tiles import SMALL, SMALL_SPREAD, TILES, Gemm, Tile, c
 
 H, FFN, G = 3584, 3072, 56  # Kimi-K3
 CHOSEN = [*TILES.values(), SMALL_SPREAD]
-SITU = {"kind": "situ", "beta": 4.0, "linear_beta": 25.0}
+SITU: dict[str, Any] = {"kind": "situ", "beta": 4.0, "linear_beta": 25.0}
 KINDS: list[dict[str, Any]] = [
     SITU,
     {"kind": "swiglu"},
