@@ -104,12 +104,13 @@ def compiled(fields: dict[str, Any]) -> tuple[Any, Any]:
     scales = torch.zeros(1, blocks, 64, dtype=torch.int32)
     x = torch.zeros(512, gemm.KP, dtype=torch.bfloat16)
     out = torch.zeros(512, gemm.C, dtype=torch.bfloat16)
-    some_G = torch.zeros(gemm.G, dtype=torch.int32)
+    some_G = torch.zeros(gemm.GB, dtype=torch.int32)
     args = (
         *mxfp4_mlp.weight_descriptors(words, scales, gemm.tile),
         *mxfp4_mlp.row_descriptors(x, gemm.tile),
         some_G,
         some_G,
+        gemm.GB - 1,
         torch.zeros(512) if gemm.weighted else None,
         torch.zeros(gemm.NP, dtype=torch.bfloat16) if gemm.bias else None,
         out,

@@ -14,9 +14,18 @@ from typing import Any
 import pytest
 
 from evenep.kernels.mxfp4_layout import padded_shape
-from evenep.kernels.mxfp4_tiles import SMALL, SMALL_SPREAD, TILES, Gemm, Tile, choose, fit
+from evenep.kernels.mxfp4_tiles import (
+    SMALL,
+    SMALL_SPREAD,
+    TILES,
+    Gemm,
+    Tile,
+    choose,
+    fit,
+    group_places,
+)
 
-H, FFN, G = 3584, 3072, 56  # Kimi-K3
+H, FFN, GB = 3584, 3072, 64  # Kimi-K3, 56 groups
 CHOSEN = [*TILES.values(), SMALL_SPREAD]
 SITU: dict[str, Any] = {"kind": "situ", "beta": 4.0, "linear_beta": 25.0}
 KINDS: list[dict[str, Any]] = [
@@ -32,12 +41,12 @@ SM_SHARED, BLOCK_RESERVED, SM_REGISTERS = 233472, 1024, 65536
 
 def gate_up(tile: Tile, **fields: Any) -> Gemm:
     NP, KP = padded_shape(2 * FFN, H)
-    return Gemm(fit(tile, NP), False, G, NP, KP, FFN, **(SITU | fields))
+    return Gemm(fit(tile, NP), False, GB, NP, KP, FFN, **(SITU | fields))
 
 
 def down(tile: Tile, **fields: Any) -> Gemm:
     NP, KP = padded_shape(H, FFN)
-    return Gemm(fit(tile, NP), True, G, NP, KP, H, **({"early": True} | fields))
+    return Gemm(fit(tile, NP), True, GB, NP, KP, H, **({"early": True} | fields))
 
 
 def reports(gemms: list[Gemm]) -> list[dict[str, Any]]:
@@ -103,6 +112,10 @@ def test_the_choice_follows_rows_and_waves() -> None:
     assert choose(1, 56, 6144, 132) == SMALL
     assert choose(1, 4, 6144, 132) == SMALL, "one wave: more warps a tile"
     assert choose(1, 14, 3584, 132) == SMALL_SPREAD, "392 tiles: one wave of 396, two of 264"
+
+
+def test_a_few_table_sizes_serve_any_number_of_groups() -> None:
+    assert [group_places(G) for G in (1, 32, 33, 64, 65, 448)] == [32, 32, 64, 64, 128, 512]
 
 
 def test_wide_tiles_fall_back_where_rows_do_not_divide() -> None:

@@ -140,3 +140,20 @@ class Humming:
             locks=self.locks,
             **tensors,
         )
+
+    def check(self, experts: dict[str, Tensor]) -> None:
+        """Compare gate+up of the first and last expert with fp32; compiles every kernel.
+
+        Raises:
+            RuntimeError: it isn't right.
+        """
+        E = experts["w13_packed"].shape[0]
+        x = torch.randn(E, H, device="cuda").bfloat16()
+        out = torch.full((E, 2 * I), float("nan"), dtype=torch.bfloat16, device="cuda")
+        self.launch("w13", x, out, torch.arange(E + 1, dtype=torch.int32, device="cuda"))
+        for e in (0, E - 1):
+            w = decode(experts["w13_packed"][e], experts["w13_scale"][e]).float()
+            want = w @ x[e].float()
+            error = float((out[e].float() - want).norm() / want.norm())
+            if not error < 5e-3:
+                raise RuntimeError(f"relative error {error:.1e} in expert {e}")

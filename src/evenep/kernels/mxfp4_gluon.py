@@ -139,7 +139,7 @@ def _add(a, b):
 
 
 @gluon.jit
-def _table(start_G, count_G, G: gl.constexpr, GB: gl.constexpr, ROWS: gl.constexpr):
+def _table(start_G, count_G, G, GB: gl.constexpr, ROWS: gl.constexpr):
     """Per group: index, first row, rows, running sums of row blocks and of rows."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     g = gl.arange(0, GB, layout=L)
@@ -214,6 +214,7 @@ def _copy_tiles(
     x4_desc,
     start_G,
     count_G,
+    G,
     w_ring,
     s_ring,
     x_ring,
@@ -228,7 +229,7 @@ def _copy_tiles(
     STAGES: gl.constexpr = P.value.tile.stages
     N_TILES: gl.constexpr = P.value.NP // P.value.tile.bn
     AHEAD: gl.constexpr = P.value.ahead
-    table = _table(start_G, count_G, P.value.G, P.value.GB, ROWS)
+    table = _table(start_G, count_G, G, P.value.GB, ROWS)
     tiles = gl.sum((table[2] + ROWS - 1) // ROWS, 0) * N_TILES
     if P.value.early:
         if gl.program_id(0) < tiles:
@@ -384,7 +385,7 @@ def _finish(acc, t, table, weight_N, bias, out, MMA: gl.constexpr, P: gl.constex
 
 @gluon.jit
 def _compute_tiles(
-    start_G, count_G, weight_N, bias, out, w_ring, s_ring, x_ring, full, empty, P: gl.constexpr
+    start_G, count_G, G, weight_N, bias, out, w_ring, s_ring, x_ring, full, empty, P: gl.constexpr
 ):
     """The computing warps: decode, multiply, finish."""
     KP: gl.constexpr = P.value.KP
@@ -394,7 +395,7 @@ def _compute_tiles(
     STAGES: gl.constexpr = P.value.tile.stages
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    table = _table(start_G, count_G, P.value.G, P.value.GB, ROWS)
+    table = _table(start_G, count_G, G, P.value.GB, ROWS)
     tiles = gl.sum((table[2] + ROWS - 1) // ROWS, 0) * (P.value.NP // BN)
     it = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -430,6 +431,7 @@ def _compute_tiles(
 
 
 @gluon.jit(
+    do_not_specialize=["G"],
     do_not_specialize_on_alignment=["start_G", "count_G", "weight_N", "bias"],
 )
 def mxfp4_grouped_gemm(
@@ -441,11 +443,13 @@ def mxfp4_grouped_gemm(
     x4_desc,
     start_G,
     count_G,
+    G,
     weight_N,
     bias,
     out,
     P: gl.constexpr,
 ):
+    """One launch; ``P`` is a ``mxfp4_tiles.Gemm``. See the module's docstring."""
     if not P.value.down:
         _start_next_launch()
     STAGES: gl.constexpr = P.value.tile.stages
@@ -463,7 +467,7 @@ def mxfp4_grouped_gemm(
         [
             (
                 _compute_tiles,
-                (start_G, count_G, weight_N, bias, out, w_ring, s_ring, x_ring, full, empty, P),
+                (start_G, count_G, G, weight_N, bias, out, w_ring, s_ring, x_ring, full, empty, P),
             ),
             (
                 _copy_tiles,
@@ -476,6 +480,7 @@ def mxfp4_grouped_gemm(
                     x4_desc,
                     start_G,
                     count_G,
+                    G,
                     w_ring,
                     s_ring,
                     x_ring,

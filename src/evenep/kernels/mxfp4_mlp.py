@@ -23,7 +23,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..activation import Activation
 from . import mxfp4_gluon, mxfp4_layout
-from .mxfp4_tiles import Gemm, Tile, choose, fit
+from .mxfp4_tiles import Gemm, Tile, choose, fit, group_places
 from .weigh_rows import weigh_rows
 
 _KEEP = 4096  # launches known at once; far above layers x tiles x lanes
@@ -93,16 +93,17 @@ class GroupedGemm:
         programs: int,
     ) -> None:
         """Queue one launch of ``programs`` programs on the current stream."""
-        grid = (programs, 1, 1)
+        grid, G = (programs, 1, 1), count_G.shape[0]
         key = (
             gemm,
+            G,
             words.data_ptr(),
             scales.data_ptr(),
             x.data_ptr(),
             x.shape[0],
             x.device.index,
         )
-        rest = (start_G, count_G, weight_N, bias, out, gemm)
+        rest = (start_G, count_G, G, weight_N, bias, out, gemm)
         known = self._known.get(key)
         if known is not None:
             compiled, descriptors = known
@@ -144,16 +145,16 @@ class ExpertMLP:
 
     def gemm(self, down: bool, tile: Tile, G: int, *, bias: bool, weighted: bool) -> Gemm:
         """The description of one of the launches."""
-        shape = self.shape
+        shape, GB = self.shape, group_places(G)
         act = shape.act
         if down:
             NP, KP = mxfp4_layout.padded_shape(shape.H, shape.I)
-            return Gemm(fit(tile, NP), True, G, NP, KP, C=shape.H, bias=bias, early=self.overlap)
+            return Gemm(fit(tile, NP), True, GB, NP, KP, C=shape.H, bias=bias, early=self.overlap)
         NP, KP = mxfp4_layout.padded_shape(shape.I * (2 if act.gated else 1), shape.H)
         return Gemm(
             fit(tile, NP),
             False,
-            G,
+            GB,
             NP,
             KP,
             C=shape.I,

@@ -1,6 +1,7 @@
 """How the MXFP4 kernel cuts its GEMMs: what a launch computes, its tiles, and which are chosen.
 
-G groups, I FFN width, H row width, N receive rows, NP and KP a weight's padded shape.
+G groups, GB the places of their table, I FFN width, H row width, N receive rows, NP and KP a
+weight's padded shape.
 
 The choice reads two host numbers: the likely rows of a busy group decide a tile's rows (twice the
 mean is a good guess: too small a tile costs more than too large a one), and the number of groups
@@ -53,7 +54,7 @@ class Gemm:
     Args:
         tile: how it is cut.
         down: x is the compact scratch and out the receive rows; else the other way round.
-        G: groups.
+        GB: groups rounded up to a power of two, see ``group_places``.
         NP: padded rows of the weight.
         KP: padded columns of the weight.
         C: columns of out.
@@ -66,7 +67,7 @@ class Gemm:
 
     tile: Tile
     down: bool
-    G: int
+    GB: int
     NP: int
     KP: int
     C: int
@@ -85,14 +86,14 @@ class Gemm:
         return min(self.tile.stages, self.KP // self.tile.bk)
 
     @property
-    def GB(self) -> int:
-        """Groups rounded up to a power of two."""
-        return max(32, 1 << (self.G - 1).bit_length())
-
-    @property
     def gated(self) -> bool:
         """Rows of the weight alternate: 8 gates, their 8 ups."""
         return self.kind not in (NO_ACTIVATION, "relu2")
+
+
+def group_places(G: int) -> int:
+    """Places of the kernel's table of groups. Few values, so that few kernels are compiled."""
+    return max(32, 1 << (G - 1).bit_length())
 
 
 SMALL = Tile(8, 128, 256, 4, pipelined=False, warps=8, ctas=2, registers=80)
