@@ -22,6 +22,7 @@ from evenep.kernels.activation import _activate, act_constants
 from evenep.kernels.group_rows import _copy_rows
 from evenep.kernels.group_tiles import _group_tiles
 from evenep.kernels.grouped_gemm import _down, _gate_up, config_for, stages_for
+from evenep.kernels.quantize import _quantize_rows
 
 SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes a program may use
 TYPES = {
@@ -104,13 +105,17 @@ def gemms(arch: int) -> Iterator[Launch]:
         yield f"gate_up {fmt} odd", _gate_up, odd, types, 4, 1 if arch >= 100 else 3
 
 
-def others() -> Iterator[Launch]:
+def others(arch: int) -> Iterator[Launch]:
     sizes = {"BLOCK": 16, "ALIGN": 1, "BLOCK_G": 128, "BLOCK_T": 32}
     yield "tiles", _group_tiles, sizes, {}, 4, 3
     for gather in (True, False):
         copy = {"GATHER": gather, "HAS_EXTRA": True, "BLOCK": 16, "BLOCK_H": 512}
         types = {"extra": "*fp32" if gather else "*bf16"}
         yield f"rows gather={gather}", _copy_rows, copy, types, 4, 3
+    constants: dict[str, object] = {"BLOCK": 16, "GROUP": 128, "LARGEST": 448.0, "SMALLEST": 1e-4}
+    types = {"x_MK": "*bf16", "q_MK": "*fp8e4nv", "scale_MQ": "*fp32"}
+    if arch >= 90:
+        yield "quantize", _quantize_rows, constants, types, 4, 3
     for act in (
         Activation("swiglu"),
         Activation("swiglu_clamp_before", limit=7.0),
@@ -125,7 +130,7 @@ def others() -> Iterator[Launch]:
 
 
 def main(arch: int, only: str = "") -> None:
-    for name, kernel, constants, types, warps, stages in (*gemms(arch), *others()):
+    for name, kernel, constants, types, warps, stages in (*gemms(arch), *others(arch)):
         if only not in name:
             continue
         names = set(kernel.arg_names)

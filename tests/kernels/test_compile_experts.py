@@ -29,7 +29,7 @@ def compile_for(arch: str, only: str) -> list[str]:
     return run.stdout.splitlines()
 
 
-@pytest.mark.parametrize("only", ["m=16", "odd", "tiles", "rows", "activate"])
+@pytest.mark.parametrize("only", ["m=16", "odd", "tiles", "rows", "quantize", "activate"])
 def test_decode_and_small_kernels_compile_for_sm90_without_spills(only: str) -> None:
     lines = compile_for("90", only)
     assert lines

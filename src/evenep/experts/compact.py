@@ -31,12 +31,16 @@ class CompactRunner(DeviceRunner):
     """
 
     align = 1
-    """A group's compact rows start at a multiple of this."""
+    """A group's compact rows start at a multiple of at most this."""
 
     def __init__(self, cfg: EPConfig, device: torch.device) -> None:
         super().__init__(cfg, device)
         self._reserved = 0
         self._x_MH = self._a_MI = torch.empty(0, dtype=torch.bfloat16, device=device)
+
+    def align_for(self, groups: Groups) -> int:
+        """What these groups' compact rows start at multiples of."""
+        return self.align
 
     def compact_rows(self, rows: int) -> int:
         """Compact rows that hold ``rows`` rows of any groups, padding included."""
@@ -74,7 +78,8 @@ class CompactRunner(DeviceRunner):
         cfg, tensors = self.cfg, groups.tensors
         M = self.compact_rows(groups.rows)
         x_MH, a_MI = self._x_MH[:M], self._a_MI[:M]
-        tiles = group_tiles(groups.start_G, groups.count_G, groups.rows, _BLOCK, self.align)
+        align = self.align_for(groups)
+        tiles = group_tiles(groups.start_G, groups.count_G, groups.rows, _BLOCK, align)
         gather_rows(rows_NH, x_MH, tiles, weight_N if cfg.route_weight == "input" else None, sms)
         activate(
             self.gemm(x_MH, tensors, "w13", tiles, sms),

@@ -79,6 +79,7 @@ class Tiles:
         ends_G: int32 ``[G]``, compact row after each group's last (the group's start if empty).
         block: most rows of a tile.
         bound: T, tiles there may be.
+        align: what the groups' first compact rows are multiples of.
     """
 
     table_T4: Tensor
@@ -86,6 +87,7 @@ class Tiles:
     ends_G: Tensor
     block: int
     bound: int
+    align: int = 1
 
 
 def tile_bound(rows: int, groups: int, block: int) -> int:
@@ -112,7 +114,7 @@ def group_tiles(start_G: Tensor, count_G: Tensor, rows: int, block: int, align: 
         BLOCK_G=triton.next_power_of_2(G),
         BLOCK_T=_BLOCK_T,
     )
-    return Tiles(table.view(T, 4), total, ends, block, T)
+    return Tiles(table.view(T, 4), total, ends, block, T, align)
 
 
 def group_tiles_ref(
