@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import asdict
 
 import numpy as np
@@ -20,12 +19,17 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 POISON = -7777
 
 
-def windowed(counts_RE: Ints, header: int) -> Tensor:
-    """Counts as they lie in a window: each row after a header of poison."""
-    R, E = counts_RE.shape
-    whole = torch.full((R, header + E), POISON, dtype=torch.int32)
-    whole[:, header:] = torch.from_numpy(counts_RE.astype(np.int32))
-    return whole.to(DEVICE)[:, header:]
+class Window:
+    """Counts as they lie in a window of peers: each row after a header, always in one place."""
+
+    def __init__(self, ranks: int, experts: int, header: int) -> None:
+        self._whole = torch.full((ranks, header + experts), POISON, dtype=torch.int32)
+        self._whole = self._whole.to(DEVICE)
+        self.counts_RE = self._whole[:, header:]
+
+    def put(self, counts_RE: Ints) -> Tensor:
+        self.counts_RE.copy_(torch.from_numpy(counts_RE.astype(np.int32)))
+        return self.counts_RE
 
 
 def poison(out: DevicePlan) -> None:
@@ -83,15 +87,16 @@ class Twins:
         self.out, self.held = self.device.buffers(), self.device.residency()
         self.residency = start or Residency.empty(cfg.ranks, cfg.slots)
         self.pace = Pace()
+        self.window = Window(cfg.ranks, cfg.num_experts, header=3)
         self.held.experts_RB.copy_(torch.from_numpy(self.residency.experts_RB.astype(np.int32)))
         self.held.used_RB.copy_(torch.from_numpy(self.residency.used_RB.astype(np.int32)))
         self.held.step.fill_(self.residency.step)
 
-    def step(self, counts_RE: Ints, policy: str, header: int = 3) -> Plan:
+    def step(self, counts_RE: Ints, policy: str) -> Plan:
         """One step on both; every output compared."""
-        expected = self._on_cpu(counts_RE, policy)
+        expected = self.on_cpu(counts_RE, policy)
         poison(self.out)
-        counts = windowed(counts_RE, header)
+        counts = self.window.put(counts_RE)
         self.device.plan(counts, self.held, policy, self.out)
         self.compare(expected)
         found = self.device.snapshot(self.out, counts, self.held)
@@ -99,7 +104,7 @@ class Twins:
         assert found.fetches == expected.fetches
         return expected
 
-    def _on_cpu(self, counts_RE: Ints, policy: str) -> Plan:
+    def on_cpu(self, counts_RE: Ints, policy: str) -> Plan:
         """As ``evenep.planning.StepPlanner`` plans."""
         searching = policy == "auto" and self.pace.search_now()
         asked = policy if policy != "auto" or searching else "static"
@@ -134,8 +139,3 @@ class Twins:
         same("used_RB", held.used_RB, self.residency.used_RB)
         same("step", held.step, np.array([self.residency.step]))
         same("pace", held.pace, np.array([self.pace.resting, self.pace.rest]))
-
-
-def steps(twins: Twins, counts: Sequence[Ints], policy: str) -> list[Plan]:
-    """Several steps, residency and pace carried along."""
-    return [twins.step(counts_RE, policy) for counts_RE in counts]

@@ -1,7 +1,7 @@
 """Every planner kernel compiles for sm_90, at every size class and mode a config can ask for.
 
-The interpreter accepts what the compiler refuses, so this runs without the interpreter, in a process
-of its own; no GPU is needed.
+The interpreter accepts what the compiler refuses, so this runs without the interpreter, in a
+process of its own; no GPU is needed.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ Nothing here waits for the device or reads from it, except ``DevicePlanner.snaps
 ``plan_totals``, then for a policy that moves experts ``plan_candidates``, under ``auto``
 ``plan_refine``, and for all ``plan_slots`` and ``plan_runs``.
 
-Letters: R ranks, E experts, B slots, L home rows of the fullest rank, G = L + B groups, Z statistics.
+Letters: R ranks, E experts, B slots, L home rows of the fullest rank, G = L + B groups,
+Z statistics.
 """
 
 from __future__ import annotations
@@ -331,12 +332,12 @@ class DevicePlanner:
                 s.RP,
                 s.RC,
                 s.BP,
-                min(_pow2(s.L + s.B), max(16, 2048 // s.RP)),
-                min(s.RP, max(16, 2048 // s.RP)),
+                min(_pow2(s.L + s.B), max(8, 1024 // s.RP)),
+                min(s.RP, 4096 // s.RP),
                 epsilons,
                 align,
                 s.steps,
-                warps=4,
+                warps=8,
             )
         launch(
             plan_slots_kernel,

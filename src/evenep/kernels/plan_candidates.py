@@ -16,8 +16,8 @@ W words of R bits. Scratch of candidate c, all int32:
     vec_VR     surplus and room, exports: what other lanes read
     pair_RB    resident (expert, rank) pairs as ``expert * RP + rank``, and the expert's place
 
-Candidates ``2 i`` and ``2 i + 1`` are epsilon i without and with residents first; ``2 NE`` is exact;
-one more program spreads the residency into ``resident_ER``.
+Candidates ``2 i`` and ``2 i + 1`` are epsilon i without and with residents first; ``2 NE`` is
+exact; one more program spreads the residency into ``resident_ER``.
 
 WORKED EXAMPLE (R = 3, homes 0 0 1 1 2 2, routes ``1 5 3 2 1 0``, exact): loads 6 5 1, shares 4 4 4.
 Rank 2 lacks 3 and gets them from rank 0 (balance -1 1 0), then rank 0 lacks 1 and gets it from rank

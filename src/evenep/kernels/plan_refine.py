@@ -5,12 +5,12 @@ by the whole key. Program s climbs from the s-th best distinct candidate in its 
 the allocation; program 0 also writes down what the search chose without climbing.
 
 Letters: R ranks, E experts, B slots, L home places, M experts of the slowest rank handled at once,
-S copies. Scratch of a copy: ``dense_ER`` (zeroed by ``plan_totals``), ``slot_RB`` the expert of each
-replica in any order (-1 none), ``feeds_OR`` replicas whose bytes owner o sends to r.
+S copies. Scratch of a copy: ``dense_ER`` (zeroed by ``plan_totals``), ``slot_RB`` the expert of
+each replica in any order (-1 none), ``feeds_OR`` replicas whose bytes owner o sends to r.
 
-WORKED EXAMPLE (docs: reading is the cost): four experts of 3 routes on rank 0, two idle ones on rank
-1, read 1000 ps, row 1 ps. Estimates of moving one expert whole: rank 0 falls to 3000, rank 1 rises
-to 1000, the later is 3000 < 4000: moved. Then 2000, and no third: 3000 >= 2000.
+WORKED EXAMPLE (reading is the cost): four experts of 3 routes on rank 0, two idle ones on rank 1,
+read 1000 ps, row 1 ps. Estimates of moving one expert whole: rank 0 falls to 3000, rank 1 rises to
+1000, the later is 3000 < 4000: moved. Then 2000, and no third: 3000 >= 2000.
 """
 
 from __future__ import annotations
@@ -103,9 +103,7 @@ def queue_R(feeds_OR, owner, rank_a, rank_b, add_a, add_b, RP: tl.constexpr, ROW
         feeds += tl.where(here & (rank_R == rank_b)[None, :], add_b, 0)
         out_O = tl.sum(feeds, axis=1)
         in_R += tl.sum(feeds, axis=0)
-        busiest_R = tl.maximum(
-            busiest_R, tl.max(tl.where(feeds > 0, out_O[:, None], 0), axis=0)
-        )
+        busiest_R = tl.maximum(busiest_R, tl.max(tl.where(feeds > 0, out_O[:, None], 0), axis=0))
         out_R += tl.sum(tl.where(owner_O[:, None] == rank_R[None, :], out_O[:, None], 0), axis=0)
     return in_R, out_R, tl.maximum(busiest_R, in_R)
 
@@ -175,9 +173,7 @@ def best_move(
             if kind == 1:
                 amount_MR = tl.minimum(amount_MR, level_R[None, :])
             rest_MR = here_M[:, None] - amount_MR
-            less_MR = cost_here_M[:, None] - segment_ps(
-                rest_MR, row_ps, read_ps, launch_ps, ALIGN
-            )
+            less_MR = cost_here_M[:, None] - segment_ps(rest_MR, row_ps, read_ps, launch_ps, ALIGN)
             more_MR = segment_ps(had_MR + amount_MR, row_ps, read_ps, launch_ps, ALIGN)
             more_MR -= cost_had_MR
             slow_MR = tl.where(
@@ -188,12 +184,10 @@ def best_move(
             home_MR = tl.maximum(home_R[None, :] + tl.where(at_home_MR, more_MR, 0), waits_MR)
             guest_MR = slot_R[None, :] + tl.where(at_home_MR, 0, more_MR) + cold_MR
             later_MR = tl.where(allowed_MR, tl.maximum(slow_MR, home_MR + guest_MR), FAR)
-            least = tl.min(tl.min(later_MR, axis=1), axis=0)
+            least = tl.min(later_MR)
             same_MR = tl.where(later_MR == least, key_MR, BIG)
-            key = tl.min(tl.min(same_MR, axis=1), axis=0)
-            tie = (least == best) & (
-                (kind < best_kind) | ((kind == best_kind) & (key < best_key))
-            )
+            key = tl.min(same_MR)
+            tie = (least == best) & ((kind < best_kind) | ((kind == best_kind) & (key < best_key)))
             if (least < best) | tie:
                 best = least
                 best_kind = tl.full([], kind, dtype=tl.int32)

@@ -1,13 +1,15 @@
 """Next to last launch of a plan: one rank's column of everything derived from the allocation.
 
 Program r takes the winner, writes column r of the allocation, gives rank r's replicas their slots,
-moves the residency on (``evenep.plan.residency``), and lays out rank r's rows (``evenep.plan.layout``:
-home experts ascending, then slots). Letters: R ranks, E experts, B slots, L home rows, G = L + B.
+moves the residency on (``evenep.plan.residency``), and lays out rank r's rows
+(``evenep.plan.layout``: home experts ascending, then slots).
 
-WORKED EXAMPLE (B = 3, slots hold 10 20 30, used at steps 0 1 2; wanted: 20 40 50): 20 stays in slot
-1. Of the free ones slot 0 is the oldest, then slot 2; so 40 goes to slot 0 and 50 to slot 2. With
-alignment 2 and home experts of 3 and 0 routes, slots of 1, 2 and 2: home row 0 starts at 0 (4 rows),
-slots at 4, 6 and 8; 10 rows in all.
+Letters: R ranks, E experts, B slots, L home rows, G = L + B.
+
+WORKED EXAMPLE (B = 3, slots hold 10 20 30, used at steps 0 1 2; wanted: 20 40 50): 20 stays in
+slot 1. Of the free ones slot 0 is the oldest, then slot 2; so 40 goes to slot 0 and 50 to slot 2.
+With alignment 2 and home experts of 3 and 0 routes, slots of 1, 2 and 2: home row 0 starts at 0
+(4 rows), slots at 4, 6 and 8; 10 rows in all.
 """
 
 from __future__ import annotations
@@ -15,7 +17,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .plan_choose import DENSE, FAR, bounded_source
+from .plan_choose import DENSE, bounded_source
 from .plan_cost import ceil_rows
 
 STATIC, BOUNDED, EXACT, AUTO = 0, 1, 2, 3  # how the winner is found
@@ -107,17 +109,17 @@ def plan_slots_kernel(
     column = alloc_ER + expert_E * R + rank
     tl.store(start_ER + expert_E * R + rank, tl.full([EP], -1, dtype=tl.int32), mask=real_E)
     left = routes_RL
-    if MODE > 0:
+    if MODE > 0:  # noqa: SIM102  (decided when compiling)
         if (source >= 0) & (source < DENSE):
             left = left_CRL + source * R * L
     routes_E = tl.load(left + rank * L + local, mask=own_E, other=0)
-    if MODE == 3:
+    if MODE == 3:  # noqa: SIM102
         if source >= DENSE:
             dense_ER = dense_SER + (source - DENSE) * E * R
             routes_E = tl.load(dense_ER + expert_E * R + rank, mask=real_E, other=0)
     tl.store(column, routes_E, mask=real_E)
     tl.debug_barrier()
-    if MODE > 0:
+    if MODE > 0:  # noqa: SIM102  (decided when compiling)
         if (source >= 0) & (source < DENSE):
             slot_B = tl.arange(0, BP)
             reps = reps_CVRB + source * 3 * R * B + rank * B
@@ -143,9 +145,7 @@ def plan_slots_kernel(
         for first in range(0, B, CB):  # of slots that hold the same, the lowest counts
             other_C = first + tl.arange(0, CB)
             twin_C = tl.load(experts_RB + rank * B + other_C, mask=other_C < B, other=-1)
-            twins_BC = (twin_C[None, :] == held_B[:, None]) & (
-                other_C[None, :] < slot_B[:, None]
-            )
+            twins_BC = (twin_C[None, :] == held_B[:, None]) & (other_C[None, :] < slot_B[:, None])
             kept_B = kept_B & (tl.sum(twins_BC.to(tl.int32), axis=1) == 0)
         free_B = real_B & (~kept_B)
         age_B = tl.where(holds_B, used_B + 1, 0)

@@ -10,8 +10,6 @@ bound.
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..cost import compute_ps
 from ..placement import Ints
 from ..problem import Problem
