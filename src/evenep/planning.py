@@ -60,7 +60,8 @@ class StepPlanner:
         if not pace.search_now():
             return self._plan(counts_RE, header, "static", self.hardware)
         made = self._plan(counts_RE, header, policy, self.hardware)
-        won_s = made.stats.static_time_s - made.stats.time_s
+        # Whole picoseconds: on a device the same comparison is made in integers.
+        won_s = round((made.stats.static_time_s - made.stats.time_s) * PS) / PS
         pace.learn(won_s, self.hardware.plan_ps / PS)
         return made
 

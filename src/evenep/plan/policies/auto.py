@@ -10,8 +10,6 @@ bound.
 
 from __future__ import annotations
 
-import numpy as np
-
 from ..cost import compute_ps
 from ..placement import Ints
 from ..problem import Problem
@@ -20,8 +18,10 @@ from .exact import exact
 from .refine import refine
 
 EPSILONS = (0.0, 0.05, 0.1, 0.2, 0.5)
-GOOD_ENOUGH = 0.01  # of the bound; planning longer than this can win back costs more than it wins
+GOOD_ENOUGH = 101  # percent of the bound; searching on costs more than it can win back
+SMALL = 64  # experts times ranks of a problem where climbing costs nothing
 REFINE_STARTS = 3  # hill climbing ends in different places
+REFINE_STEPS_SMALL, REFINE_STEPS = 32, 8  # the first steps win most; each costs as much
 
 
 class _Search:
@@ -46,18 +46,17 @@ class _Search:
         return moved > 0 and self.scored[0][0] - time_ps > self.problem.hardware.plan_ps
 
     def good_enough(self) -> bool:
-        return min(self.scored)[0] <= int(self._bound_ps * (1 + GOOD_ENOUGH))
+        return min(self.scored)[0] * 100 <= self._bound_ps * GOOD_ENOUGH
 
     def best(self) -> tuple[str, Ints]:
         return self.named[min(self.scored)[2]]
 
     def distinct(self) -> list[tuple[str, Ints]]:
-        """Best first, without repeats."""
-        found: list[tuple[str, Ints]] = []
-        for _, _, i in sorted(self.scored):
-            if not any(np.array_equal(self.named[i][1], other) for _, other in found):
-                found.append(self.named[i])
-        return found
+        """Best first; of those with equal time and moves the earliest only."""
+        found: dict[tuple[int, int], int] = {}
+        for time_ps, moved, i in sorted(self.scored):
+            found.setdefault((time_ps, moved), i)
+        return [self.named[i] for i in found.values()]
 
 
 def auto(problem: Problem) -> tuple[Ints, str]:
@@ -91,8 +90,8 @@ def _try_bounded(search: _Search) -> None:
 def _try_refined(search: _Search) -> None:
     """Climb from the best few where that is cheap, from the best one in large problems."""
     problem = search.problem
-    small = problem.placement.num_experts * problem.ranks <= 64
-    starts, steps = (REFINE_STARTS, 32) if small else (1, 4 + 2 * problem.ranks)
+    small = problem.placement.num_experts * problem.ranks <= SMALL
+    starts, steps = (REFINE_STARTS, REFINE_STEPS_SMALL) if small else (1, REFINE_STEPS)
     for name, alloc_ER in search.distinct()[:starts]:
         search.add(f"{name}+refined", refine(problem, alloc_ER, max_steps=steps))
 

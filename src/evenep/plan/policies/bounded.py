@@ -6,8 +6,8 @@ a donor it takes the receiver whose room fits best and the smallest expert that 
 whole expert also saves its home the weight read); otherwise it pairs the largest expert with the
 largest room. Resident replicas, which move no bytes, are tried first as a second candidate.
 
-When the slot budget can't reach ``epsilon``, the lowest reachable threshold is found by bisection,
-and the plan's statistics say what was reached. No route is dropped: what can't move stays home.
+When the slot budget can't reach ``epsilon``, a donor that finds no place for more of its surplus
+keeps it and the others go on; the plan's statistics say what was reached. No route is dropped.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ class _State:
     free: list[int]
     remaining: list[int]  # routes of each expert still at home
     placed: set[tuple[int, int]]
+    stuck: bool = False  # some surplus found no place
 
     def can_host(self, expert: int, rank: int) -> bool:
         return self.free[rank] > 0 or (expert, rank) in self.placed
@@ -53,24 +54,21 @@ def bounded(problem: Problem, epsilon: float) -> Ints:
     load_R, cap_R = problem.home_loads_R, problem.caps(epsilon)
     if problem.slots == 0 or (load_R <= cap_R).all():
         return static_ER
-    found = _within(problem, cap_R)
-    if found is None:
-        exact_ER = exact(problem)
-        if problem.fits(exact_ER):
-            found = exact_ER
-    return found if found is not None else _lowest_reachable(problem, cap_R)
-
-
-def _within(problem: Problem, cap_R: Ints) -> Ints | None:
-    """The better of the two greedies under a cap per rank, or None when both get stuck."""
-    plain = _greedy(problem, cap_R, residents_first=False)
-    if plain is not None and not problem.moved_ER(plain).any():
-        return plain  # nothing moves, and equal counts settle on an equal plan
-    plans = [plain]
+    tries = [_greedy(problem, cap_R, residents_first=False)]
+    if not tries[0].stuck and not problem.moved_ER(tries[0].alloc_ER).any():
+        return tries[0].alloc_ER  # nothing moves, and equal counts settle on an equal plan
     if (problem.residency.experts_RB >= 0).any():
-        plans.append(_greedy(problem, cap_R, residents_first=True))
-    feasible = [p for p in plans if p is not None]
-    return min(feasible, key=lambda p: _price(problem, p)) if feasible else None
+        tries.append(_greedy(problem, cap_R, residents_first=True))
+    within = [t.alloc_ER for t in tries if not t.stuck]
+    if within:
+        return min(within, key=lambda a: _price(problem, a))
+    exact_ER = exact(problem)
+    if problem.fits(exact_ER):
+        return exact_ER
+    return min(
+        (t.alloc_ER for t in tries),
+        key=lambda a: (int(a.sum(axis=0).max()), *_price(problem, a)),
+    )
 
 
 def _price(problem: Problem, alloc_ER: Ints) -> tuple[int, int, int, int]:
@@ -87,20 +85,7 @@ def _price(problem: Problem, alloc_ER: Ints) -> tuple[int, int, int, int]:
     )
 
 
-def _lowest_reachable(problem: Problem, cap_R: Ints) -> Ints:
-    """Bisect the threshold between the cap and the home load; home always fits."""
-    best_ER, low, high = problem.static_allocation(), 0, int(problem.home_loads_R.max())
-    while low < high:
-        middle = (low + high) // 2
-        plan_ER = _within(problem, np.maximum(cap_R, middle))
-        if plan_ER is None:
-            low = middle + 1
-        else:
-            best_ER, high = plan_ER, middle
-    return best_ER
-
-
-def _greedy(problem: Problem, cap_R: Ints, *, residents_first: bool) -> Ints | None:
+def _greedy(problem: Problem, cap_R: Ints, *, residents_first: bool) -> _State:
     gap = (problem.home_loads_R - cap_R).tolist()
     state = _State(
         alloc_ER=problem.static_allocation(),
@@ -117,9 +102,10 @@ def _greedy(problem: Problem, cap_R: Ints, *, residents_first: bool) -> Ints | N
         experts = problem.placement.owned[donor]
         choice = _finishing_move(state, donor, experts) or _largest_move(state, donor, experts)
         if choice is None:
-            return None
-        state.move(choice[0], donor, *choice[1:])
-    return state.alloc_ER
+            state.surplus[donor], state.stuck = 0, True  # it stays at home
+        else:
+            state.move(choice[0], donor, *choice[1:])
+    return state
 
 
 def _use_residents(problem: Problem, state: _State) -> None:
