@@ -4,7 +4,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
-.PHONY: run test lint bench test-slow clean
+.PHONY: run test lint bench test-slow test-gpu clean
 
 run: $(VENV)/.run ## install, then serve a small Kimi-K3 checkpoint on 4 ranks, balanced beside static
 	$(BIN)/evenep run
@@ -22,6 +22,10 @@ bench: $(VENV)/.run ## layer time against static expert parallelism, side by sid
 
 test-slow: $(VENV)/.test ## the tests that take long or assert a speed
 	$(BIN)/python -m pytest -m "slow or bench"
+
+test-gpu: ## on a machine with an NVIDIA GPU, with its own torch: the tests that need one
+	$(PYTHON) -m pip install --quiet --no-deps --editable .
+	$(PYTHON) -m pytest -m gpu
 
 clean: ## remove the environment and caches
 	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis build

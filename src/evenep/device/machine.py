@@ -173,4 +173,4 @@ class DeviceMachine(Machine):
                 if held is None:
                     self.residency[number, lane] = self.planner.residency()
                 else:
-                    held.clear()  # in place: captured graphs know its address
+                    held.forget()  # in place: captured graphs know its address

@@ -408,6 +408,7 @@ class DevicePlanner:
             s.E,
             s.RP,
             block,
+            s.EP,
             policy == "auto",
             warps=4,
         )
@@ -448,6 +449,24 @@ class DevicePlanner:
     def numbers(self, out: DevicePlan) -> dict[str, int]:
         """The latest plan's statistics by name (waits for the device)."""
         return dict(zip(STATS, out.stats.tolist(), strict=True))
+
+    def describe(self, stats: Tensor, policy: str) -> dict[str, Any]:
+        """The plan's part of a ``StepRecord``, from statistics that the host has."""
+        n = dict(zip(STATS, stats.tolist(), strict=True))
+        ranks, total = self._sizes.R, n["total"]
+        expert_bytes = format_of(self.cfg).expert_bytes(self.cfg)
+        return {
+            "routes": n["my_routes"],
+            "computed": n["my_load"],
+            "policy": policy,
+            "chosen": self.chosen_name(policy, n["chosen"]),
+            "imbalance_before": n["max_home_load"] * ranks / total if total else 1.0,
+            "imbalance_after": n["max_load"] * ranks / total if total else 1.0,
+            "replicas": n["replicas"],
+            "fetches": n["fetches"],
+            "fetch_bytes": n["fetches"] * expert_bytes,
+            "saved_bytes": (n["replicas"] - n["fetches"]) * expert_bytes,
+        }
 
     def plan_stats(self, out: DevicePlan) -> PlanStats:
         """The latest plan's ``PlanStats`` (waits for the device)."""

@@ -188,7 +188,6 @@ class DeviceWork(Work):
                 layer=opening.layer,
                 epoch=opening.epoch,
                 tokens=opening.ids_TK.shape[0],
-                policy=opening.policy,
                 **stats,
             )
             self._timeline.fill(self._record)

@@ -32,6 +32,8 @@ STATS = (
     "searched",
     "max_in",
     "stuck",
+    "my_load",
+    "my_routes",
 )
 LONGEST_REST = tl.constexpr(32)  # of evenep.plan.pace
 
@@ -57,6 +59,7 @@ def plan_runs_kernel(
     E: tl.constexpr,
     RP: tl.constexpr,
     EB: tl.constexpr,
+    EP: tl.constexpr,
     AUTO: tl.constexpr,
 ):
     block = tl.program_id(0)
@@ -106,6 +109,11 @@ def plan_runs_kernel(
         tl.store(stats + 8, tl.sum(home_R, axis=0).to(tl.int64))
         tl.store(stats + 10, tl.max(replicas_R, axis=0).to(tl.int64))
         tl.store(stats + 11, tl.load(outcome + 2))
+        tl.store(stats + 12, tl.sum(tl.where(rank_R == me, now_R, 0), axis=0).to(tl.int64))
+        every_E = tl.arange(0, EP)
+        my_row = counts_RE + me.to(tl.int64) * counts_stride
+        mine_E = tl.load(my_row + every_E, mask=every_E < E, other=0)
+        tl.store(stats + 13, tl.sum(mine_E, axis=0).to(tl.int64))
         tl.store(step, tl.load(step) + 1)
         if AUTO:
             resting, rest = tl.load(pace), tl.load(pace + 1)
