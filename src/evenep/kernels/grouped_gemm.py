@@ -316,10 +316,10 @@ def stages_for(config: GemmConfig, fmt: str, shared: int) -> int:
     """Loads in flight: as many as shared memory holds, 2 to 5."""
     bits = {"bf16": 16, "mxfp4": 4, "fp8": 8}[fmt]
     stage = config.block_k * (config.block_n * bits // 8 + 2 * config.block_m)
-    # Decoded weights and the transposed result pass through shared memory too.
-    spare = 2 * config.block_k * config.block_n if fmt != "bf16" else 0
-    spare = max(spare, 4 * config.block_n * config.block_m)
-    return max(2, min(5, (shared // config.per_sm - spare - 2048) // stage))
+    room = shared // config.per_sm - 2048
+    if fmt != "bf16":  # decoded weights pass through shared memory too, as Triton lays it out
+        room -= max(16 << 10, 2 * config.block_k * config.block_n - stage)
+    return max(2, min(5, room // stage))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
