@@ -1,4 +1,4 @@
-"""Time the GPU runners on one layer's experts: ``python bench_experts.py [--runners triton,torch]``.
+"""Time the GPU runners on a layer's experts: ``python bench_experts.py [--runners triton,torch]``.
 
 A line per runner, format and rows per expert: median microseconds of a whole expert layer (both
 GEMMs and what lies between), TFLOP/s, and weight bytes read per second. Kimi-K3 sizes by default.
@@ -10,6 +10,7 @@ import argparse
 import statistics
 
 import torch
+from torch import Tensor
 
 from evenep import Activation, EPConfig, support
 from evenep.errors import UnsupportedError
@@ -34,10 +35,14 @@ def packed_groups(cfg: EPConfig, runner: DeviceRunner, G: int, rows: int) -> Gro
     return Groups(start_G, count_G, out, G * rows, rows)
 
 
-def median_us(graph: torch.cuda.CUDAGraph, repeats: int) -> float:
-    times = []
+def median_us(graph: torch.cuda.CUDAGraph, work: Tensor, fresh: Tensor, repeats: int) -> float:
+    times: list[float] = []
     for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        start, end = (
+            torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+            for _ in range(2)
+        )
+        work.copy_(fresh)
         start.record()
         graph.replay()
         end.record()
@@ -58,7 +63,7 @@ def time_one(cfg: EPConfig, G: int, rows: int, repeats: int) -> str:
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         runner.run(work, None, groups)
-    us = median_us(graph, repeats)
+    us = median_us(graph, work, x, repeats)
     flop = 2 * groups.rows * cfg.hidden_size * (cfg.w13_rows + cfg.intermediate_size)
     read = G * format_of(cfg).expert_bytes(cfg)
     return f"{us:9.1f} us  {flop / us / 1e6:7.1f} TFLOP/s  {read / us / 1e6:5.2f} TB/s of weights"
