@@ -63,7 +63,7 @@ CHOICES: tuple[Choice, ...] = (
         "runner",
         "humming",
         "",
-        "its groups end where the buffer ends, not where the device says",
+        "its last group takes every row to the end of the buffer, so the host must know how many",
         "gluon",
     ),
     Choice("transport", "threads", "ranks are threads of one process"),

@@ -25,6 +25,8 @@ from evenep.kernels.mxfp4_tiles import (
     group_places,
 )
 
+from .mxfp4_compile import hazards, main_loop
+
 H, FFN, GB = 3584, 3072, 64  # Kimi-K3, 56 groups
 CHOSEN = [*TILES.values(), SMALL_SPREAD]
 SITU: dict[str, Any] = {"kind": "situ", "beta": 4.0, "linear_beta": 25.0}
@@ -95,6 +97,26 @@ def test_every_epilogue_compiles_on_every_tile(tile: Tile) -> None:
         + [gate_up(tile, bias=True, weighted=True), down(tile, bias=True, early=False)]
         + [gate_up(exact), down(exact)]
     )
+
+
+LOOP = """
+.L_x_1:
+        /*0000*/                   MOV R8, R1 ;
+.L_x_2:
+        /*0010*/                   HGMMA.64x8x16.F32.BF16 R24, R4, gdesc[UR8], R24, gsb0 ;
+        /*0020*/              @!P0 LDS.128 R{first}, [R40] ;
+        /*0030*/                   WARPGROUP.DEPBAR.LE gsb0, 0x0 ;
+        /*0040*/                   MOV R5, R9 ;
+        /*0050*/               @P1 BRA `(.L_x_2) ;
+        /*0060*/                   BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize(("first", "found"), [(0, 0), (1, 2), (7, 2), (8, 0)])
+def test_the_check_sees_a_write_to_a_register_in_flight(first: int, found: int) -> None:
+    loop = main_loop(LOOP.format(first=first))
+    assert len(loop) == 5, "the inner loop, without what is around it"
+    assert len(hazards(loop)) == found, "twice round: each write counts twice"
 
 
 @pytest.mark.parametrize("tile", CHOSEN, ids=str)

@@ -20,6 +20,7 @@ import dataclasses
 import functools
 import importlib.util
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated, Any
@@ -38,6 +39,8 @@ from ..kernels.mxfp4_tiles import SMALL, SMALL_SPREAD, TILES, Tile
 from .expert_backends import Gluon, H, Humming, I, decode, random_experts
 
 REPEATS, ROUNDS, SPIN_CYCLES = 9, 2, 5_000_000
+# Half the weight rows a tile: for few tiles, and for a shorter last wave.
+FINE = Tile(8, 64, 256, 4, pipelined=False, warps=4, ctas=3, registers=80)
 SWEEP: dict[int, list[Tile]] = {
     8: [
         SMALL,
@@ -47,6 +50,8 @@ SWEEP: dict[int, list[Tile]] = {
         Tile(8, 128, 128, 8, pipelined=True, warps=4, ctas=2, registers=128),
         Tile(8, 128, 128, 8, pipelined=False, warps=4, ctas=2, registers=128),
         Tile(8, 256, 128, 6, pipelined=True, warps=8, ctas=1),
+        FINE,
+        dataclasses.replace(FINE, exact=True),
     ],
     16: [
         TILES[16],
@@ -110,6 +115,17 @@ def timed(call: Call) -> Time:
         torch.cuda.synchronize()
         medians.append(statistics.median(a.elapsed_time(b) * 1e3 for a, b in events))
     return Time(min(medians), 100 * (max(medians) / min(medians) - 1))
+
+
+def host_us(call: Call, calls: int = 100) -> float:
+    """Host time of one eager call, in us: the GPU's queue is long enough not to block it."""
+    torch.cuda.synchronize()
+    began = time.perf_counter()
+    for _ in range(calls):
+        call()
+    took = time.perf_counter() - began
+    torch.cuda.synchronize()
+    return took / calls * 1e6
 
 
 def config() -> EPConfig:
@@ -210,11 +226,33 @@ def side_by_side(E: int, sizes: list[int], bf16: bool) -> Table:
     return table
 
 
+def uneven_rows(E: int, means: list[int]) -> Table:
+    """Log-normal popularity (sigma 1): what the hint ``likely`` costs when it is wrong."""
+    gluon = Gluon(config(), random_experts(E))
+    hints = (8, 16, 32, 64, 128)
+    table = Table(title=f"E = {E}, uneven rows; us, whole MLP by hint of a busy group's rows")
+    for column in ("mean", "largest", *(f"hint {n}" for n in hints)):
+        table.add_column(column, justify="right")
+    for mean in means:
+        g = torch.Generator().manual_seed(mean)
+        popularity = torch.randn(E, generator=g).exp()
+        drawn = torch.multinomial(popularity, mean * E, replacement=True, generator=g)
+        counts = drawn.bincount(minlength=E).tolist()
+        rows = torch.randn(mean * E, H, device="cuda").bfloat16()
+        cells = [str(mean), str(max(counts))]
+        for likely in hints:
+            groups = gluon.groups(counts, likely)
+            cells.append(str(timed(functools.partial(gluon.runner.run, rows, None, groups))))
+        table.add_row(*cells)
+    return table
+
+
 def few_active(E: int) -> Table:
     """One row for each of a few experts: what decode looks like on a rank. L2-warm up to 4."""
     gluon = Gluon(config(), random_experts(E))
     table = Table(title=f"1 row for each of the active among {E} experts; us, whole MLP")
-    for column in ("active", "chosen", "8 warps x 2", "8 warps x 2 exact", "4 warps x 3", "apart"):
+    names = ("chosen", "8 warps x 2", "the same, exact", "4 warps x 3", "64 rows x 3", "and exact")
+    for column in ("active", *names, "apart", "host"):
         table.add_column(column, justify="right")
     for active in (1, 4, 14, 56, E):
         counts = [0] * E
@@ -226,13 +264,15 @@ def few_active(E: int) -> Table:
         run = functools.partial(runner.run, rows, None, groups)
         cells = [str(active)]
         exact = dataclasses.replace(SMALL, exact=True)
-        for tile in (None, SMALL, exact, SMALL_SPREAD):
+        fine = dataclasses.replace(FINE, exact=True)
+        for tile in (None, SMALL, exact, SMALL_SPREAD, FINE, fine):
             runner.tiles = (tile, tile) if tile else None
             cells.append(str(timed(run)))
         runner.tiles = None
         runner._mlp.overlap = False
         cells.append(str(timed(run)))
         runner._mlp.overlap = True
+        cells.append(f"{host_us(run):.0f}")
         table.add_row(*cells)
     return table
 
@@ -278,6 +318,7 @@ def main(
     rows: Annotated[str, typer.Option(help="Rows per expert.")] = "1,4,16,64,256,1024",
     sweep: Annotated[bool, typer.Option(help="Candidate tiles instead of backends.")] = False,
     few: Annotated[bool, typer.Option(help="Few active experts of 112.")] = False,
+    uneven: Annotated[bool, typer.Option(help="Uneven rows, by hint.")] = False,
     bf16: Annotated[bool, typer.Option(help="Include torch BF16.")] = True,
 ) -> None:
     """Expert MLPs side by side on one Hopper GPU."""
@@ -287,6 +328,9 @@ def main(
     sizes = [int(m) for m in rows.split(",")]
     if few:
         console.print(few_active(112))
+        return
+    if uneven:
+        console.print(uneven_rows(56, [4, 16, 64]))
         return
     for E in (int(e) for e in experts.split(",")):
         console.print(sweep_tiles(E, sizes) if sweep else side_by_side(E, sizes, bf16))

@@ -20,9 +20,7 @@ knows. Tiles of 8 row tiles lie together, so that weights are read from L2 by th
 
 Worked example (mxfp4, one output, K = 32): packed bytes ``21 9F`` then zeros, scale byte 128 (2^1).
 Columns 0..3 are 0.5, 1, -6, -0.5, doubled 1, 2, -12, -1. For x = 1, 1, 1, 2, 0 … the sum is
-1 + 2 - 12 - 2 = -11, exact in BF16. A nibble becomes BF16 by moving its bits: 0b0111 (6) << 6 is
-exponent field 3, mantissa .1, so 1.5 * 2^(3 - 127); times 2^126 that is 6. 0b0001 becomes a
-subnormal and the same product makes it 0.5.
+1 + 2 - 12 - 2 = -11, exact in BF16.
 """
 
 from __future__ import annotations
@@ -37,106 +35,19 @@ from torch import Tensor
 
 from ..activation import Activation
 from .activation import act_constants, act_value, gate_up_columns
-from .bf16 import dot_bf16, mul_bf16, round_bf16, widen
+from .bf16 import round_bf16, widen
 from .group_tiles import Tiles
 from .launch import capability_major, grid_for, shared_bytes
+from .weight_tiles import add_products, load_tile
 
 _SWIZZLE = 8
-
-
-@triton.jit
-def _power_of_two_bf16(field):
-    """BF16 whose exponent field is ``field``; 0 gives 2^-127, a subnormal."""
-    return tl.where(field == 0, 0x40, field << 7).to(tl.uint16).to(tl.bfloat16, bitcast=True)
-
-
-@triton.jit
-def _load_tile(base, offset, mask, MASKED: tl.constexpr):
-    if MASKED:
-        return tl.load(base + offset, mask=mask, other=0.0)
-    else:
-        return tl.load(base + offset)
-
-
-@triton.jit
-def _load_bf16(w, n, k0, K, K_TAIL: tl.constexpr, BK: tl.constexpr):
-    k = tl.arange(0, BK)
-    return _load_tile(w + n[:, None] * K + k[None, :], k0, (k0 + k < K)[None, :], K_TAIL)
-
-
-@triton.jit
-def _load_mxfp4(w, s, n, k0, K, BN: tl.constexpr, K_TAIL: tl.constexpr, BK: tl.constexpr):
-    """[BN, BK] values, exact for scale bytes 0..252."""
-    half = K // 2
-    groups = K // 32
-    j = tl.arange(0, BK // 2)
-    q = tl.arange(0, BK // 32)
-    if K_TAIL:
-        mask_j = (k0 // 2 + j < half)[None, :]
-        mask_q = (k0 // 32 + q < groups)[None, :]
-        packed = tl.load(w + n[:, None] * half + k0 // 2 + j[None, :], mask=mask_j, other=0)
-        exponent = tl.load(s + n[:, None] * groups + k0 // 32 + q[None, :], mask=mask_q, other=0)
-    else:
-        packed = tl.load(w + n[:, None] * half + j[None, :] + k0 // 2)
-        exponent = tl.load(s + n[:, None] * groups + q[None, :] + k0 // 32)
-    packed = packed.to(tl.uint16)
-    low = ((packed & 0x07) << 6) | ((packed & 0x08) << 12)
-    high = ((packed & 0x70) << 2) | ((packed & 0x80) << 8)
-    bits = tl.reshape(tl.join(low, high), (BN, BK // 32, 32))
-    lift = _power_of_two_bf16(tl.full((1, 1, 1), 126 + 127, tl.uint16))
-    values = mul_bf16(bits.to(tl.bfloat16, bitcast=True), lift)
-    scale = _power_of_two_bf16(exponent.to(tl.uint16))
-    return tl.reshape(mul_bf16(values, scale[:, :, None]), (BN, BK))
-
-
-@triton.jit
-def _load_fp8(w, n, k0, K, K_TAIL: tl.constexpr, BK: tl.constexpr):
-    """[BN, BK] E4M3 codes as BF16, exact, without their scale."""
-    k = tl.arange(0, BK)
-    if K_TAIL:
-        code = tl.load(w + n[:, None] * K + k0 + k[None, :], mask=(k0 + k < K)[None, :], other=0)
-    else:
-        code = tl.load(w + n[:, None] * K + k[None, :] + k0)
-    code = code.to(tl.uint16)
-    size = code & 0x7F
-    lift = _power_of_two_bf16(tl.full((1, 1), 120 + 127, tl.uint16))
-    values = mul_bf16(((size << 4) | ((code & 0x80) << 8)).to(tl.bfloat16, bitcast=True), lift)
-    nan = tl.full((1, 1), 0x7FC0, tl.uint16).to(tl.bfloat16, bitcast=True)
-    return tl.where(size == 0x7F, nan, values)
-
-
-@triton.jit
-def _step(
-    acc,
-    w,
-    s,
-    n,
-    x_T,
-    k0,
-    K,
-    FORMAT: tl.constexpr,
-    K_TAIL: tl.constexpr,
-    BN: tl.constexpr,
-    BM: tl.constexpr,
-    BK: tl.constexpr,
-):
-    """``acc`` plus the products of columns k0 … of weight rows n."""
-    if FORMAT == "bf16":
-        return dot_bf16(_load_bf16(w, n, k0, K, K_TAIL, BK), x_T, acc)
-    elif FORMAT == "mxfp4":
-        return dot_bf16(_load_mxfp4(w, s, n, k0, K, BN, K_TAIL, BK), x_T, acc)
-    else:
-        tl.static_assert(FORMAT == "fp8")
-        scale = tl.load(s + (n // 128) * tl.cdiv(K, 128) + k0 // 128)
-        zero = tl.zeros((BN, BM), tl.float32)
-        return acc + dot_bf16(_load_fp8(w, n, k0, K, K_TAIL, BK), x_T, zero) * scale[:, None]
 
 
 @triton.jit
 def _load_rows(x, k0, K, weight, WEIGH: tl.constexpr, K_TAIL: tl.constexpr, BK: tl.constexpr):
     """Columns k0 … of the rows at pointers x, transposed."""
     k = tl.arange(0, BK)
-    rows = _load_tile(x[:, None] + k[None, :], k0, (k0 + k < K)[None, :], K_TAIL)
+    rows = load_tile(x[:, None] + k[None, :], k0, (k0 + k < K)[None, :], K_TAIL)
     if WEIGH:
         rows = round_bf16(widen(rows) * weight[:, None])
     return tl.trans(rows)
@@ -214,8 +125,8 @@ def _gate_up(
         for k0 in range(0, H, BK):
             x_T = _load_rows(x, k0, H, weight, WEIGH == "input", K_TAIL, BK)
             if GATED:
-                acc_g = _step(acc_g, w, s, gate64, x_T, k0, H, FORMAT, K_TAIL, BN, BM, BK)
-            acc_u = _step(acc_u, w, s, up64, x_T, k0, H, FORMAT, K_TAIL, BN, BM, BK)
+                acc_g = add_products(acc_g, w, s, gate64, x_T, k0, H, FORMAT, K_TAIL, BN, BM, BK)
+            acc_u = add_products(acc_u, w, s, up64, x_T, k0, H, FORMAT, K_TAIL, BN, BM, BK)
         if HAS_BIAS:
             acc_u += widen(tl.load(bias_GW + group * W + up))[:, None]
             if GATED:
@@ -275,7 +186,7 @@ def _down(
         acc = tl.zeros((BN, BM), tl.float32)
         for k0 in range(0, I, BK):
             x_T = _load_rows(x, k0, I, 0.0, False, K_TAIL, BK)
-            acc = _step(acc, w, s, n64, x_T, k0, I, FORMAT, K_TAIL, BN, BM, BK)
+            acc = add_products(acc, w, s, n64, x_T, k0, I, FORMAT, K_TAIL, BN, BM, BK)
         if HAS_BIAS:
             acc += widen(tl.load(bias_GH + group * H + real_n))[:, None]
         out = rows_NH + (row + m)[:, None] * H + n[None, :]
@@ -316,10 +227,10 @@ def stages_for(config: GemmConfig, fmt: str, shared: int) -> int:
     """Loads in flight: as many as shared memory holds, 2 to 5."""
     bits = {"bf16": 16, "mxfp4": 4, "fp8": 8}[fmt]
     stage = config.block_k * (config.block_n * bits // 8 + 2 * config.block_m)
-    # Decoded weights and the transposed result pass through shared memory too.
-    spare = 2 * config.block_k * config.block_n if fmt != "bf16" else 0
-    spare = max(spare, 4 * config.block_n * config.block_m)
-    return max(2, min(5, (shared // config.per_sm - spare - 2048) // stage))
+    room = shared // config.per_sm - 2048
+    if fmt != "bf16":  # decoded weights pass through shared memory too, as Triton lays it out
+        room -= max(16 << 10, 2 * config.block_k * config.block_n - stage)
+    return max(2, min(5, room // stage))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,125 +40,9 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-
-def _decode_asm() -> str:
-    """Four words (q) of one row pair and k block -> four A registers each; see mxfp4_layout."""
-    lines = ["{", ".reg .b32 t, u, al, ah, bl, bh;", ".reg .b16 l, h;"]
-    # Factors of row g ($20) and row g + 8 ($24), each for the low and the high 32 columns.
-    lines += ["mov.b32 {l, h}, $20;", "mov.b32 al, {l, l};", "mov.b32 ah, {h, h};"]
-    lines += ["mov.b32 {l, h}, $24;", "mov.b32 bl, {l, l};", "mov.b32 bh, {h, h};"]
-    for j in range(4):
-        q = f"${16 + j}"
-        a, b = ("al", "bl") if j < 2 else ("ah", "bh")
-        lines += [
-            f"and.b32 t, {q}, 0x81C081C0;",
-            f"mul.bf16x2 ${j}, t, {a};",
-            f"shl.b32 t, {q}, 6;",
-            "and.b32 t, t, 0x81C081C0;",
-            f"mul.bf16x2 ${4 + j}, t, {b};",
-            f"shf.l.wrap.b32 t, {q}, {q}, 12;",
-            "and.b32 t, t, 0x81C081C0;",
-            f"mul.bf16x2 ${8 + j}, t, {a};",
-            f"shr.b32 t, {q}, 6;",
-            f"shl.b32 u, {q}, 2;",
-            "lop3.b32 t, t, u, 0x81C081C0, 0x28;",  # (t ^ u) & M
-            f"mul.bf16x2 ${12 + j}, t, {b};",
-        ]
-    return "\n".join([*lines, "}"])
-
-
-_DECODE = gl.constexpr(_decode_asm())
-_DECODE_REGISTERS = gl.constexpr(",".join(["=&r"] * 16 + ["r"] * 12))
-_SCALES = gl.constexpr(
-    "{\n.reg .b32 t;\nand.b32 $0, $2, 0x7F807F80;\nshf.l.wrap.b32 t, $2, $2, 8;\n"
-    "and.b32 $1, t, 0x7F807F80;\n}"
-)
-
-
-@gluon.constexpr_function
-def _layouts(BN, BLOCKS, WARPS):
-    """Registers that hold a stage's words as copied, its scales, and its words one row per
-    (128-row group, k block, 16-row tile, g). Lane and warp bits are the A fragment's."""
-    groups, linear = BN // 128, gl.DistributedLinearLayout
-    w = WARPS.bit_length() - 1
-    blocks = [1 << i for i in range(BLOCKS.bit_length() - 1)]
-
-    def bases(tile, group):
-        bits = [[t, 0] if isinstance(t, int) else t for t in tile]
-        return bits + ([[group, 0]] if groups == 2 else [])
-
-    words = bases([4, 8, 16], 32 * BLOCKS)
-    scales = bases([[0, 8], 1, 2], 4 * BLOCKS)
-    rows = bases([8, 16, 32], 64 * BLOCKS)
-    as_copied = linear(
-        [[0, 1], [0, 2], *words[w:], *([32 * i, 0] for i in blocks)],
-        [[0, 4], [0, 8], [0, 16], [1, 0], [2, 0]],
-        words[:w],
-        [],
-        [32 * groups * BLOCKS, 32],
-    )
-    of_scales = linear(
-        [*scales[w:], *([4 * i, 0] for i in blocks)],
-        [[0, 0], [0, 0], [0, 1], [0, 2], [0, 4]],
-        scales[:w],
-        [],
-        [4 * groups * BLOCKS, 16],
-    )
-    by_row = linear(
-        [[0, 1], [0, 2], *rows[w:], *([64 * i, 0] for i in blocks)],
-        [[0, 4], [0, 8], [1, 0], [2, 0], [4, 0]],
-        rows[:w],
-        [],
-        [64 * groups * BLOCKS, 16],
-    )
-    return as_copied, of_scales, by_row
-
-
-@gluon.constexpr_function
-def _store_layout(COLUMNS, WARPS):
-    """Neighbouring lanes hold neighbouring columns of one row, four each."""
-    lanes = min(COLUMNS // 4, 32)
-    return gl.BlockedLayout([4, 1], [lanes, 32 // lanes], [1, WARPS], [0, 1])
-
-
-@gluon.jit
-def _halves(r):
-    return gl.inline_asm_elementwise(
-        "mov.b32 {$0, $1}, $2;",
-        "=h,=h,r",
-        [r],
-        dtype=(gl.bfloat16, gl.bfloat16),
-        is_pure=True,
-        pack=1,
-    )
-
-
-@gluon.jit
-def _add(a, b):
-    return a + b
-
-
-@gluon.jit
-def _table(start_G, count_G, G, GB: gl.constexpr, ROWS: gl.constexpr):
-    """Per group: index, first row, rows, running sums of row blocks and of rows."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    g = gl.arange(0, GB, layout=L)
-    start = gl.load(start_G + g, mask=g < G, other=0)
-    count = gl.load(count_G + g, mask=g < G, other=0)
-    blocks_to = gl.associative_scan((count + ROWS - 1) // ROWS, 0, _add)
-    return g, start, count, blocks_to, gl.associative_scan(count, 0, _add)
-
-
-@gluon.jit
-def _find(table, block, ROWS: gl.constexpr):
-    """Group of a row block, its first receive and scratch rows, and its rows from there on."""
-    g, start, count, blocks_to, rows_to = table
-    group = gl.sum((blocks_to <= block).to(gl.int32), 0)
-    here = g == group
-    done = (block - blocks_to + (count + ROWS - 1) // ROWS) * ROWS
-    receive_row = gl.sum(gl.where(here, start + done, 0), 0)
-    scratch_row = gl.sum(gl.where(here, rows_to - count + done, 0), 0)
-    return group, receive_row, scratch_row, gl.sum(gl.where(here, count - done, 0), 0)
+from .mxfp4_decode import load_weights
+from .mxfp4_epilogue import finish_tile
+from .mxfp4_table import find_block, group_table
 
 
 @gluon.jit
@@ -183,19 +67,26 @@ def _wait_for_earlier_launch():
 
 @gluon.jit
 def _first_block(group, t, P: gl.constexpr):
-    """First block of 128 rows x 64 columns of tile ``t``, counted over all groups."""
+    """First block of 128 rows x 64 columns that tile ``t`` is in, counted over all groups."""
     BN: gl.constexpr = P.value.tile.bn
     NP: gl.constexpr = P.value.NP
-    return (group * (NP // 128) + t % (NP // BN) * (BN // 128)) * (P.value.KP // 64)
+    return (group * (NP // 128) + t % (NP // BN) * BN // 128) * (P.value.KP // 64)
 
 
 @gluon.jit
-def _copy_weights(w_desc, s_desc, w_ring, s_ring, full, stage, block, P: gl.constexpr):
+def _copy_weights(w_desc, s_desc, w_ring, s_ring, full, stage, block, t, P: gl.constexpr):
     """Announce a stage's bytes, x included, and queue the copies of its words and scales."""
     BN: gl.constexpr = P.value.tile.bn
     BK: gl.constexpr = P.value.tile.bk
     bar = full.index(stage)
-    mbarrier.expect(bar, BN * BK // 2 + BN * BK // 32 + P.value.tile.rows * BK * 2)
+    SCALED: gl.constexpr = P.value.tile.scaled
+    mbarrier.expect(bar, BN * BK // 2 + SCALED * BK // 32 + P.value.tile.rows * BK * 2)
+    if BN == 64:  # half of each block's words
+        for i in gl.static_range(BK // 64):
+            words = w_ring.index(stage).slice(i * 16, 16, 0)
+            row = (block + i) * 32 + t % 2 * 16
+            tma.async_copy_global_to_shared(w_desc, [row, 0], bar, words)
+        tma.async_copy_global_to_shared(s_desc, [block * 4, 0], bar, s_ring.index(stage))
     for i in gl.static_range(BN // 128):
         b = block + i * (P.value.KP // 64)
         words = w_ring.index(stage).slice(i * (BK // 2), BK // 2, 0)
@@ -229,18 +120,30 @@ def _copy_tiles(
     STAGES: gl.constexpr = P.value.tile.stages
     N_TILES: gl.constexpr = P.value.NP // P.value.tile.bn
     AHEAD: gl.constexpr = P.value.ahead
-    table = _table(start_G, count_G, G, P.value.GB, ROWS)
+    table = group_table(start_G, count_G, G, P.value.GB, ROWS)
     tiles = gl.sum((table[2] + ROWS - 1) // ROWS, 0) * N_TILES
     if P.value.early:
         if gl.program_id(0) < tiles:
-            group, receive_row, scratch_row, left = _find(table, gl.program_id(0) // N_TILES, ROWS)
+            group, receive_row, scratch_row, left = find_block(
+                table, gl.program_id(0) // N_TILES, ROWS
+            )
             first = _first_block(group, gl.program_id(0), P)
             for i in gl.static_range(AHEAD):
-                _copy_weights(w_desc, s_desc, w_ring, s_ring, full, i, first + i * (BK // 64), P)
+                _copy_weights(
+                    w_desc,
+                    s_desc,
+                    w_ring,
+                    s_ring,
+                    full,
+                    i,
+                    first + i * (BK // 64),
+                    gl.program_id(0),
+                    P,
+                )
         _wait_for_earlier_launch()
     it = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
-        group, receive_row, scratch_row, left = _find(table, t // N_TILES, ROWS)
+        group, receive_row, scratch_row, left = find_block(table, t // N_TILES, ROWS)
         row = scratch_row if P.value.down else receive_row
         first = _first_block(group, t, P)
         for k in range(0, KP, BK):
@@ -249,10 +152,12 @@ def _copy_tiles(
             if P.value.early:
                 if it >= AHEAD:
                     mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
-                    _copy_weights(w_desc, s_desc, w_ring, s_ring, full, stage, first + k // 64, P)
+                    _copy_weights(
+                        w_desc, s_desc, w_ring, s_ring, full, stage, first + k // 64, t, P
+                    )
             else:
                 mbarrier.wait(empty.index(stage), ((it // STAGES) & 1) ^ 1)
-                _copy_weights(w_desc, s_desc, w_ring, s_ring, full, stage, first + k // 64, P)
+                _copy_weights(w_desc, s_desc, w_ring, s_ring, full, stage, first + k // 64, t, P)
             x_tile = x_ring.index(stage)
             if P.value.tile.exact:
                 few = x_tile.reshape([1, ROWS, BK])
@@ -270,120 +175,6 @@ def _copy_tiles(
 
 
 @gluon.jit
-def _load_weights(w_ring, s_ring, full, it, LA: gl.constexpr, P: gl.constexpr):
-    """Wait for stage ``it`` and decode its weights into the registers of operand A."""
-    BN: gl.constexpr = P.value.tile.bn
-    BK: gl.constexpr = P.value.tile.bk
-    STAGES: gl.constexpr = P.value.tile.stages
-    BLOCKS: gl.constexpr = BK // 64
-    ROWS_OF_WORDS: gl.constexpr = BN * BLOCKS // 2
-    L: gl.constexpr = _layouts(BN, BLOCKS, gl.num_warps())
-    stage = it % STAGES
-    mbarrier.wait(full.index(stage), (it // STAGES) & 1)
-    q = w_ring.index(stage).load(L[0]).reshape([ROWS_OF_WORDS, 16])
-    q = gl.convert_layout(q, L[2], assert_trivial=True)
-    s = s_ring.index(stage).load(L[1]).reshape([ROWS_OF_WORDS])
-    s = gl.convert_layout(s, gl.SliceLayout(1, L[2]), assert_trivial=True)
-    s0, s8 = gl.inline_asm_elementwise(
-        _SCALES, "=r,=r,r", [s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1
-    )
-    s0, _ = gl.broadcast(gl.expand_dims(s0, 1), q)
-    s8, _ = gl.broadcast(gl.expand_dims(s8, 1), q)
-    r0, r1, r2, r3 = gl.inline_asm_elementwise(
-        _DECODE,
-        _DECODE_REGISTERS,
-        [q, s0, s8],
-        dtype=(gl.int32, gl.int32, gl.int32, gl.int32),
-        is_pure=True,
-        pack=4,
-    )
-    a0, b0 = _halves(r0)
-    a1, b1 = _halves(r1)
-    a2, b2 = _halves(r2)
-    a3, b3 = _halves(r3)
-    left = gl.join(gl.join(a0, b0), gl.join(a1, b1))
-    w = gl.join(left, gl.join(gl.join(a2, b2), gl.join(a3, b3)))
-    # group, k block, tile, g, q, step, pair, row half, column half -> row, column
-    w = w.reshape([BN // 128, BLOCKS, 8, 8, 4, 4, 2, 2, 2])
-    w = w.permute((0, 2, 7, 3, 1, 5, 8, 4, 6)).reshape([BN, BK])
-    return gl.convert_layout(w, LA, assert_trivial=True)  # only register names move
-
-
-@gluon.jit
-def _tanh(x):
-    """tanh as a quotient ``(p, q)``, relative error about 1e-6 for any x, NaN for NaN."""
-    e = gl.exp(-2.0 * gl.abs(x))
-    small = gl.abs(x) < 0.125  # there 1 - e would cancel; the series' next term is below 1e-7
-    x2 = x * x
-    series = x * (1.0 - x2 * (0.33333333 - x2 * 0.13333333))
-    p = gl.where(x < 0, e - 1.0, 1.0 - e)
-    return gl.where(small, series, p), gl.where(small, 1.0, 1.0 + e)
-
-
-@gluon.jit
-def _clamp_up(u, LIMIT: gl.constexpr):
-    u = gl.where(u > LIMIT, LIMIT, u)
-    return gl.where(u < -LIMIT, -LIMIT, u)
-
-
-@gluon.jit
-def _activate(g, u, P: gl.constexpr):
-    """The gated kinds of ``evenep.activation`` in fp32. NaN stays NaN, as comparisons are false."""
-    if P.value.kind == "situ":
-        gp, gq = _tanh(g / P.value.beta)
-        up, uq = _tanh(u / P.value.linear_beta)
-        a = (P.value.beta * P.value.linear_beta) * (gp * up) / (gq * uq * (1.0 + gl.exp(-g)))
-    elif P.value.kind == "swigluoai":
-        g = gl.where(g > P.value.limit, P.value.limit, g)
-        a = g / (1.0 + gl.exp(-P.value.alpha * g)) * (_clamp_up(u, P.value.limit) + 1.0)
-    elif P.value.kind == "swiglu_clamp_before":
-        g = gl.where(g > P.value.limit, P.value.limit, g)
-        a = g / (1.0 + gl.exp(-g)) * _clamp_up(u, P.value.limit)
-    elif P.value.kind == "swiglu_clamp_after":
-        g = g / (1.0 + gl.exp(-g))
-        a = gl.where(g > P.value.limit, P.value.limit, g) * _clamp_up(u, P.value.limit)
-    else:
-        gl.static_assert(P.value.kind == "swiglu")
-        a = g / (1.0 + gl.exp(-g)) * u
-    return a
-
-
-@gluon.jit
-def _finish(acc, t, table, weight_N, bias, out, MMA: gl.constexpr, P: gl.constexpr):
-    """A tile's epilogue: bias, BF16, activation, route weight, masked store."""
-    ROWS: gl.constexpr = P.value.tile.rows
-    BN: gl.constexpr = P.value.tile.bn
-    N_TILES: gl.constexpr = P.value.NP // BN
-    group, receive_row, scratch_row, left = _find(table, t // N_TILES, ROWS)
-    n_tile = t % N_TILES
-    if P.value.bias:
-        n = group * P.value.NP + n_tile * BN + gl.arange(0, BN, layout=gl.SliceLayout(1, MMA))
-        acc += gl.expand_dims(gl.load(bias + n).to(gl.float32), 1)
-    o = acc.to(gl.bfloat16)
-    if P.value.kind != "none":
-        h = o.to(gl.float32)
-        if P.value.gated:
-            h = h.reshape([BN // 16, 2, 8, ROWS]).permute((0, 2, 3, 1))
-            g, u = gl.split(h)
-            a = _activate(g, u, P).reshape([BN // 2, ROWS])
-        else:
-            h = gl.where(h < 0, 0.0, h)
-            a = h * h
-        if P.value.weighted:
-            r = gl.arange(0, ROWS, layout=gl.SliceLayout(0, a.type.layout))
-            w = gl.load(weight_N + receive_row + r, mask=r < left, other=0.0)
-            a = a * gl.expand_dims(w, 0)
-        o = a.to(gl.bfloat16)
-    WIDTH: gl.constexpr = o.shape[0]
-    LO: gl.constexpr = _store_layout(WIDTH, gl.num_warps())
-    o = gl.convert_layout(o, LO)
-    c = gl.expand_dims(n_tile * WIDTH + gl.arange(0, WIDTH, layout=gl.SliceLayout(1, LO)), 1)
-    r = gl.expand_dims(gl.arange(0, ROWS, layout=gl.SliceLayout(0, LO)), 0)
-    row = (receive_row if P.value.down else scratch_row) + r
-    gl.store(out + row.to(gl.int64) * P.value.C + c, o, mask=(r < left) & (c < P.value.C))
-
-
-@gluon.jit
 def _compute_tiles(
     start_G, count_G, G, weight_N, bias, out, w_ring, s_ring, x_ring, full, empty, P: gl.constexpr
 ):
@@ -395,7 +186,7 @@ def _compute_tiles(
     STAGES: gl.constexpr = P.value.tile.stages
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
-    table = _table(start_G, count_G, G, P.value.GB, ROWS)
+    table = group_table(start_G, count_G, G, P.value.GB, ROWS)
     tiles = gl.sum((table[2] + ROWS - 1) // ROWS, 0) * (P.value.NP // BN)
     it = 0
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
@@ -406,12 +197,12 @@ def _compute_tiles(
             running = warpgroup_mma_init(acc)
             w1 = gl.full((BN, BK), 0.0, gl.bfloat16, LA)
             for k in range(0, KP, 2 * BK):
-                w0 = _load_weights(w_ring, s_ring, full, it, LA, P)
+                w0 = load_weights(w_ring, s_ring, full, it, t, LA, P)
                 acc, _ = warpgroup_mma_wait(0, deps=[running, w1])
                 mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)
                 x0 = x_ring.index(it % STAGES).permute((1, 0))
                 running = warpgroup_mma(w0, x0, acc, is_async=True)
-                w1 = _load_weights(w_ring, s_ring, full, it + 1, LA, P)
+                w1 = load_weights(w_ring, s_ring, full, it + 1, t, LA, P)
                 acc, _ = warpgroup_mma_wait(0, deps=[running, w0])
                 mbarrier.arrive(empty.index(it % STAGES), count=1)
                 x1 = x_ring.index((it + 1) % STAGES).permute((1, 0))
@@ -421,13 +212,13 @@ def _compute_tiles(
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
         else:
             for _k in range(0, KP, BK):
-                w = _load_weights(w_ring, s_ring, full, it, LA, P)
+                w = load_weights(w_ring, s_ring, full, it, t, LA, P)
                 x = x_ring.index(it % STAGES).permute((1, 0))
                 running = warpgroup_mma(w, x, acc, is_async=True)
                 acc, _ = warpgroup_mma_wait(0, deps=[running, w])
                 mbarrier.arrive(empty.index(it % STAGES), count=1)
                 it += 1
-        _finish(acc, t, table, weight_N, bias, out, MMA, P)
+        finish_tile(acc, t, table, weight_N, bias, out, MMA, P)
 
 
 @gluon.jit(
@@ -455,8 +246,12 @@ def mxfp4_grouped_gemm(
     STAGES: gl.constexpr = P.value.tile.stages
     BN: gl.constexpr = P.value.tile.bn
     BK: gl.constexpr = P.value.tile.bk
-    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN * BK // 256, 32], w_desc.layout)
-    s_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN * BK // 2048, 16], s_desc.layout)
+    WORDS: gl.constexpr = gl.NVMMASharedLayout(128, 32, 2)
+    SCALES: gl.constexpr = gl.NVMMASharedLayout(64, 32, 2)
+    w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN * BK // 256, 32], WORDS)
+    s_ring = gl.allocate_shared_memory(
+        gl.int32, [STAGES, P.value.tile.scaled * BK // 2048, 16], SCALES
+    )
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, P.value.tile.rows, BK], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -29,17 +29,19 @@ from .weigh_rows import weigh_rows
 _KEEP = 4096  # launches known at once; far above layers x tiles x lanes
 
 
-def _shared(bits: int, swizzle: int = 128) -> gl.NVMMASharedLayout:
-    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=2)
+def _shared(bits: int, swizzle: int = 128, rank: int = 2) -> gl.NVMMASharedLayout:
+    return gl.NVMMASharedLayout(swizzle_byte_width=swizzle, element_bitwidth=bits, rank=rank)
 
 
 def weight_descriptors(words: Tensor, scales: Tensor, tile: Tile) -> tuple[Any, Any]:
-    """TMA descriptors of all groups' words and scales, a tile's boxes of one 128-row group."""
-    BK = tile.bk
-    return (
-        TensorDescriptor.from_tensor(words.view(-1, 32), [BK // 2, 32], _shared(32)),
-        TensorDescriptor.from_tensor(scales.view(-1, 16), [BK // 16, 16], _shared(32, 64)),
+    """TMA descriptors of all groups' words and scales: boxes of one 128-row group, or
+    of half of one block's words."""
+    blocks = tile.bk // 64
+    of_scales = TensorDescriptor.from_tensor(
+        scales.view(-1, 16), [blocks * 4, 16], _shared(32, swizzle=64)
     )
+    box = [16 if tile.bn == 64 else blocks * 32, 32]
+    return TensorDescriptor.from_tensor(words.view(-1, 32), box, _shared(32)), of_scales
 
 
 def row_descriptors(x_NK: Tensor, tile: Tile) -> tuple[Any, Any, Any, Any]:
@@ -52,7 +54,7 @@ def row_descriptors(x_NK: Tensor, tile: Tile) -> tuple[Any, Any, Any, Any]:
     if not tile.exact:
         return box, None, None, None
     N, K = x_NK.shape
-    layout = gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=3)
+    layout = _shared(16, rank=3)
     few = [
         TensorDescriptor(
             x_NK, [max(1, N - c + 1), c, K], [K, K, 1], [1, tile.rows, tile.bk], layout
