@@ -25,8 +25,8 @@ def routing(cfg: EPConfig, rank: int, turn: int) -> tuple[torch.Tensor, ...]:
 
 
 def _replay(group: EPGroup, cfg: EPConfig, turns: int) -> int:
-    """How many replays moved replicas."""
-    moved = 0
+    """Replicas that a sample of the replays computed."""
+    replicas = 0
     source = ExpertWeights.random(cfg, layers=2, seed=1)
     with (
         Engine(cfg, group, source, hardware=EAGER) as eager,
@@ -51,11 +51,11 @@ def _replay(group: EPGroup, cfg: EPConfig, turns: int) -> int:
             want = eager(eager(x, ids, w, 0), ids, w, 1)
             differ += (want != z_TH).any()
             if turn % 100 == 0:
-                moved += sum(r.fetches for r in graph.records)
+                replicas += sum(r.replicas for r in graph.records)
         eager.synchronize()
         engine.synchronize()
         assert int(differ) == 0, f"{int(differ)} of {turns} replays differ from the eager step"
-    return moved
+    return replicas
 
 
 @pytest.mark.parametrize(("transport", "turns"), [("threads@cuda", 1000), ("symm@cuda", 100)])

@@ -54,7 +54,7 @@ def test_every_rank_gets_my_header_and_counts_and_nothing_else(
         rows = window.tolist()
         assert rows[me] == want
         assert all(set(row) == {STALE} for r, row in enumerate(rows) if r != me)
-    assert scratch.status.item() == (BAD_EXPERT if (ids_TK >= E).any() else 0)
+    assert scratch.status[0].item() == (BAD_EXPERT if (ids_TK >= E).any() else 0)
 
 
 @pytest.mark.parametrize(("T", "K"), [(3, 1), (40, 16), (1100, 16)], ids=["1", "5", "69 blocks"])
@@ -75,7 +75,7 @@ def test_an_int64_id_does_not_wrap_into_range() -> None:
     ids_TK = torch.tensor([[2**32 + 1, 1, -(2**32) + 1, -(2**63), 2**63 - 1]], device=DEV)
     scratch, windows = push(ids_TK, 3, 1, 0)
     assert windows[0][0, HEADER:].tolist() == [0, 1, 0]
-    assert scratch.status.item() == BAD_EXPERT
+    assert scratch.status[0].item() == BAD_EXPERT
 
 
 def test_blocks_cover_all_routes_within_the_scratch() -> None:

@@ -74,6 +74,8 @@ class DeviceMachine(Machine):
         if self.poison:
             for lane in self.lanes:
                 lane.poison()
+        for lane in self.lanes:
+            setup.transport.follow(lane.routes.status[1:])
         self.residency: dict[tuple[int, int], DeviceResidency] = {}
         self._empty_slots()
         # What steps did, and whether kernels found something wrong: pinned, written by the GPU.

@@ -53,7 +53,7 @@ class RouteScratch:
     Attributes:
         before_JE: int32, routes of each expert per block, then in all blocks before it.
         within_N: int32, place of a route among its block's routes of the same expert.
-        status: int32 ``[1]``, bits of what went wrong; kernels only ever set bits.
+        status: int32 ``[2]``: bits of what went wrong, which kernels only ever set; steps so far.
         top_k: K.
     """
 
@@ -71,7 +71,7 @@ class RouteScratch:
         return cls(
             before_JE=torch.zeros(max(blocks, 1), num_experts, dtype=torch.int32, device=device),
             within_N=torch.zeros(max_tokens * top_k, dtype=torch.int32, device=device),
-            status=torch.zeros(1, dtype=torch.int32, device=device),
+            status=torch.zeros(2, dtype=torch.int32, device=device),
             top_k=top_k,
         )
 
@@ -113,7 +113,7 @@ def _count(
 
 @triton.jit(do_not_specialize=["blocks", "layer", "epoch", "version", "policy", "tokens", "me"])
 def _push(
-    before_JE, ptrs_R, blocks, layer, epoch, version, policy, tokens, me,
+    before_JE, status, ptrs_R, blocks, layer, epoch, version, policy, tokens, me,
     R: tl.constexpr, E: tl.constexpr, JP: tl.constexpr, EB: tl.constexpr, HEADER: tl.constexpr,
 ):  # fmt: skip
     j = tl.arange(0, JP)[:, None]
@@ -131,6 +131,8 @@ def _push(
         tl.store(row + HEADER + e, total_E, mask=e < E)
         if tl.program_id(0) == 0:
             tl.store(row + word, header.to(tl.int32), mask=word < HEADER)
+    if tl.program_id(0) == 0:
+        tl.store(status + 1, tl.load(status + 1) + 1)
     tl.store(at_JE, tl.cumsum(count_JE, axis=0) - count_JE, mask=in_JE)
 
 
@@ -177,7 +179,7 @@ def push_counts(
     """
     blocks = blocking(header[4] * scratch.top_k)[0]
     _push[(ceil_div(num_experts, EXPERTS),)](
-        scratch.before_JE, ptrs_R, blocks, *header, me,
+        scratch.before_JE, scratch.status, ptrs_R, blocks, *header, me,
         R=ptrs_R.numel(), E=num_experts, JP=pow2(blocks), EB=EXPERTS, HEADER=HEADER,
     )  # fmt: skip
 

@@ -6,6 +6,7 @@ from abc import abstractmethod
 from contextlib import AbstractContextManager
 
 import torch
+from torch import Tensor
 
 from ..errors import PeerError
 from .base import Tag, Transport, Window
@@ -22,6 +23,10 @@ class DeviceTransport(Transport):
         Raises:
             PeerError: a peer is known to be gone, late or failed.
         """
+
+    def follow(self, counter_1: Tensor) -> None:
+        """An int32 on the device that every step raises: proof that its gates still open, also
+        where graphs are replayed without this transport's knowledge."""
 
     def trouble(self) -> PeerError | None:
         """A failure noticed since, of a wait that was queued; None while all is well."""

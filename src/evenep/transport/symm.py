@@ -21,8 +21,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore
 
@@ -48,8 +50,7 @@ class SymmTransport(ShmTransport, DeviceTransport):
 
     def __init__(self, meeting: Meeting, *, lanes: int, gather_words: int) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
-        self._handles: list[object] = []
-        self._groups = 0
+        self._kept: list[object] = []  # handles and stores that torch doesn't keep alive
         self._fetch_stream = torch.cuda.Stream(self.device)
         self._pads: list[Tensor] = []
         super().__init__(meeting, lanes=lanes, gather_words=gather_words)
@@ -91,18 +92,25 @@ class SymmTransport(ShmTransport, DeviceTransport):
         return memories
 
     def _rendezvous(self, nbytes: int) -> list[Tensor]:
-        from torch._C._distributed_c10d import _SymmetricMemory
-
-        name = f"{self._meeting.prefix}/symm/{self._meeting.generation}/{self._groups}"
-        self._groups += 1
+        """torch finds the ranks of a rendezvous under the name of a process group: one of ours,
+        which has a store and no backend, so that nothing is asked of the job's groups."""
+        c10d: Any = torch._C._distributed_c10d
+        name = f"{self._meeting.prefix}/symm/{self._meeting.generation}/{len(self._kept)}"
         size = -(-nbytes // _ALIGN) * _ALIGN
         store = PrefixStore(name, self._meeting.store.raw)
-        _SymmetricMemory.set_group_info(name, self.rank, self.size, store)
-        memory = _SymmetricMemory.empty_strided_p2p((size,), (1,), torch.uint8, self.device, name)
-        handle = _SymmetricMemory.rendezvous(memory, name)
+        ranks: Any = dist.ProcessGroup(store, self.rank, self.size)
+        ranks._set_group_name(name)
+        c10d._register_process_group(name, ranks)
+        try:
+            symmetric = c10d._SymmetricMemory
+            symmetric.set_group_info(name, self.rank, self.size, store)
+            memory = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, self.device, name)
+            handle = symmetric.rendezvous(memory, name)
+        finally:
+            c10d._unregister_process_group(name)
         memory.zero_()
         torch.cuda.current_stream(self.device).synchronize()
-        self._handles.append((handle, store))
+        self._kept.append((handle, store))
         peers = [
             memory if r == self.rank else handle.get_buffer(r, (size,), torch.uint8)
             for r in range(self.size)
@@ -163,6 +171,9 @@ class SymmTransport(ShmTransport, DeviceTransport):
         """Why a queued wait doesn't end, if that is known or it has taken too long."""
         late_s = waited_s if waited_s > self.timeout_s else None
         return self._diagnose(missing, tag, late_s)
+
+    def follow(self, counter_1: Tensor) -> None:
+        self._watch.follow(counter_1)
 
     def trouble(self) -> PeerError | None:
         """What the watch found, once."""

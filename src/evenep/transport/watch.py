@@ -40,6 +40,7 @@ class Watch:
         self._seen = torch.zeros_like(pad_LPR, device="cpu").pin_memory()
         self._latest: dict[tuple[int, str], Tag] = {}  # by lane and phase: what was queued last
         self._progress = 0
+        self._counters: list[Tensor] = []
         self._found: PeerError | None = None
         self._releasing, self._stopped = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # one look or release at a time
@@ -50,6 +51,11 @@ class Watch:
         """A gate is about to be queued."""
         self._latest[lane, tag.phase] = tag
         self._progress += 1
+
+    def follow(self, counter_1: Tensor) -> None:
+        """An int32 ``[1]`` on the device whose changes mean progress."""
+        with self._lock:
+            self._counters.append(counter_1)
 
     def trouble(self) -> PeerError | None:
         """The first error found since the last ``settle``."""
@@ -85,7 +91,7 @@ class Watch:
                     continue
                 waits = self._waits()
                 now = time.monotonic()
-                if (state := (self._progress, tuple(waits))) != mark:
+                if (state := (self._progress, self._steps(), tuple(waits))) != mark:
                     since, mark = now, state
                 error = self._first_error(waits, now - since)
                 if error is not None:
@@ -103,6 +109,10 @@ class Watch:
             if missing:
                 found.append((lane, phase, tuple(missing)))
         return found
+
+    def _steps(self) -> int:
+        with torch.cuda.stream(self._stream):
+            return sum(int(counter) for counter in self._counters)
 
     def _first_error(
         self, waits: Sequence[tuple[int, int, tuple[int, ...]]], waited_s: float
