@@ -90,6 +90,8 @@ class GluonRunner(DeviceRunner):
     The scratch between the GEMMs holds only rows that exist: row i of group g is at (rows of the
     groups before g) + i, so ``reserve(M)`` takes 2 M I bytes however large the receive buffer is.
 
+    There is one scratch, so calls must be ordered: one stream at a time.
+
     The first call of each class of ``likely`` (8, 16, 32, 64, 128 rows) compiles two kernels, a
     second or so each: make it, with counts of zero if need be, before a graph is captured.
     """
