@@ -231,7 +231,7 @@ def test_a_captured_plan_follows_its_counts_and_residency(policy: str) -> None:
     shape = (8, 896, 14)
     cfg = serving_config(shape, policy, TOKENS[-1], 16)
     twins, rng = Twins(cfg, Placement.contiguous(896, 8), 3, H200), np.random.default_rng(3)
-    twins.step(drawn(cfg, rng), policy)  # compiles
+    twins.device.warm_up(twins.window.put(drawn(cfg, rng)), [policy])
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):  # captured, not run
         twins.device.plan(twins.window.counts_RE, twins.held, policy, twins.out)
