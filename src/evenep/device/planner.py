@@ -10,7 +10,7 @@ Z statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,6 +143,8 @@ class DevicePlanner:
                     got=f"{R} ranks and {E} experts",
                 )
             )
+        if device.type == "cuda" and device.index is None:
+            device = torch.device("cuda", torch.cuda.current_device())
         self.cfg, self.placement, self.rank, self.device = cfg, placement, rank, device
         self._sizes = _Sizes(R, E, cfg.slots, max(placement.max_experts_per_rank, 1))
         epsilons = [cfg.epsilon, *sorted(EPSILONS, reverse=True)]
@@ -195,6 +197,11 @@ class DevicePlanner:
         empty.forget()
         return empty
 
+    def warm_up(self, counts_RE: Tensor, policies: Sequence[str]) -> None:
+        """Compile for counts of this place, before the first step or capture; leaves no trace."""
+        for policy in policies:
+            self._prepare(counts_RE, self.residency(), policy, self.buffers())
+
     def plan(
         self, counts_RE: Tensor, residency: DeviceResidency, policy: str, out: DevicePlan
     ) -> None:
@@ -203,6 +210,7 @@ class DevicePlanner:
         Args:
             counts_RE: int32 ``[R, E]`` on the device; rows may be strided, columns not. Keep it in
                 one place: arguments of a known address are launched without being bound again.
+                Before a capture, ``warm_up`` once.
             residency: of this layer and lane; moved on in place.
             policy: one that the config has room for.
             out: where the plan goes; belongs to this lane.
@@ -224,7 +232,7 @@ class DevicePlanner:
             out.policy = policy
             return
         out.policy = policy
-        stream = triton.runtime.driver.active.get_current_stream(self.device.index or 0)
+        stream = triton.runtime.driver.active.get_current_stream(self.device.index)
         for kernel in found.kernels:
             kernel(stream)
 
@@ -384,7 +392,7 @@ class DevicePlanner:
             copies,
             0 if policy == "auto" else MODES[policy],
             align,
-            warps=4,
+            warps=4 if s.EP <= 1024 else 8,
         )
         block = max(1, 512 // s.RP)
         launch(

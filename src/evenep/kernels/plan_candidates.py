@@ -4,7 +4,7 @@
 and ``exact`` (``evenep.plan.policies.exact``) run side by side; ``plan_choose`` then picks one as
 the CPU's search does. A greedy is a chain of small decisions, so a program is one warp: its vectors
 over R live in registers and a reduction is one instruction. What must be indexed lies in scratch;
-a barrier separates the lanes' writes from their next reads.
+a barrier separates the lanes' writes from their next reads. Oracle: the two policies.
 
 Letters: R ranks, E experts, B slots, L places for home experts (a *place* is ``home * L + j``),
 W words of R bits. Scratch of candidate c, all int32:

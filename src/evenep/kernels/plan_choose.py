@@ -1,8 +1,9 @@
 """Which candidate wins: ``bounded``'s choice between its greedies, and ``auto``'s search replayed.
 
 The CPU builds candidates one after the other and stops early; here all of them exist, and the same
-rules decide which ones the search would have seen. Letters: NE epsilons, C candidates (see
-``plan_candidates``), N places in the search's list:
+rules decide which ones the search would have seen. Oracle: ``evenep.plan.policies.auto``.
+
+Letters: NE epsilons, C candidates (see ``plan_candidates``), N places in the search's list:
 
     0 static · 1 bounded at the config's epsilon · 2 exact · 3 ... 7 bounded at 0.5 0.2 0.1 0.05 0
 

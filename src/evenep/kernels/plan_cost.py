@@ -1,7 +1,8 @@
 """The cost model of ``evenep.plan.cost`` inside a kernel: picoseconds in int64, bits equal.
 
 Letters: R ranks (padded to a power of two). Constants arrive as one int64 tensor, in the order of
-``CONSTANTS``, so that a new measurement needs no new compilation.
+``CONSTANTS``, so that a new measurement needs no new compilation. Oracle: ``compute_ps`` and
+``layer_time_ps``.
 
 WORKED EXAMPLE (docs/planning.md): 200 routes pad to 256 rows at alignment 128; with a row of
 110 000 ps, a read of 4 300 000 and a launch of 1 500 000 the segment costs

@@ -3,8 +3,8 @@
 Letters: R ranks, E experts. Programs split the experts; program 0 also sums the statistics and
 advances the residency's step and, under ``auto``, the pace of searching.
 
-The rule is ``local_first`` of ``evenep.plan.layout``: routes stay on their source as far as it
-computes the expert; what is left fills the ranks in ascending order.
+The rule is ``local_first`` of ``evenep.plan.layout.source_runs``, the oracle: routes stay on
+their source as far as it computes the expert; what is left fills the ranks in ascending order.
 
 WORKED EXAMPLE (one expert, counts per source ``2 2 1``, allocation ``0 2 3``, I am rank 0): ranks 1
 and 2 keep their own 2 and 1; my 2 are the first of the leftovers, the room is ``0 0 2``. So

@@ -2,7 +2,8 @@
 
 Letters: R ranks, E experts, L places for home experts (of the fullest rank), S copies of the
 allocation that ``plan_refine`` climbs in. One program per home rank; every expert has exactly one
-home, so the programs cover all rows of the tables without overlap.
+home, so the programs cover all rows of the tables without overlap. Oracle: ``Problem.routes_E``,
+``Problem.home_loads_R`` and ``compute_ps`` of ``evenep.plan``.
 
 WORKED EXAMPLE (R = 2, E = 3, homes 0 0 1, counts ``4 0 2 | 1 3 0``): program 0 owns experts 0 and 1
 and writes routes ``5 3``, load 8; program 1 owns expert 2 and writes ``2 0`` (L = 2), load 2.
@@ -10,11 +11,9 @@ and writes routes ``5 3``, load 8; program 1 owns expert 2 and writes ``2 0`` (L
 
 from __future__ import annotations
 
-import numpy as np
 import triton
 import triton.language as tl
 
-from ..plan.placement import Ints
 from .plan_cost import segment_ps
 
 TILE = 4096  # elements of a program's largest tile
@@ -68,10 +67,3 @@ def plan_totals_kernel(
             tl.store(resident_ER + at_LR, none_LR.to(tl.int8), mask=own_LR)
             for copy in tl.static_range(COPIES):
                 tl.store(dense_SER + copy * E * R + at_LR, none_LR, mask=own_LR)
-
-
-def totals_ref(counts_RE: Ints, home_E: Ints, ranks: int) -> tuple[list[list[int]], list[int]]:
-    """Routes of every home's experts, ascending, and every home's load."""
-    routes_E = counts_RE.sum(axis=0)
-    routes = [routes_E[np.flatnonzero(home_E == r)].tolist() for r in range(ranks)]
-    return routes, [sum(row) for row in routes]
