@@ -14,7 +14,7 @@ from tests.faults.scenes import (
 )
 
 pytestmark = pytest.mark.gpu
-DEADLINE_S, MARGIN_S = 1.5, 3.0
+DEADLINE_S, MARGIN_S = 4.0, 3.0  # kernels may compile in the first step
 AROUND = [Fault("", place, (i + 1) % 3) for i, place in enumerate(PLACES)]
 
 

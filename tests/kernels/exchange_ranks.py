@@ -14,6 +14,8 @@ from evenep.plan.layout import Runs
 DEV = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 NAN = float("nan")
 STALE = -7777
+LONGEST = 64
+"""Longer than any chain of these tests."""
 
 
 def ints(values: object) -> Tensor:

@@ -37,7 +37,7 @@ def launch_all() -> None:
             if T > 1:
                 for w in (None, weights_TK[:, 0].contiguous()):
                     settle.settle(x_TH, w, one, group_G, group_G, one, 16)
-                    combine.fold(x_TH, w, one, group_G, group_G, one)
+                    combine.fold(x_TH, w, one, group_G, group_G, one, 16)
     window_RW = torch.zeros(R, count.HEADER + E, dtype=torch.int32)
     count.check_headers(window_RW, one)
     ints = torch.zeros(E, dtype=torch.int32)

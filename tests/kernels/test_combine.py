@@ -19,7 +19,19 @@ from evenep.kernels.combine import (
     fold_ref,
 )
 
-from .exchange_ranks import DEV, NAN, Receipt, addresses, bits, few, ints, receipts, routings, wild
+from .exchange_ranks import (
+    DEV,
+    LONGEST,
+    NAN,
+    Receipt,
+    addresses,
+    bits,
+    few,
+    ints,
+    receipts,
+    routings,
+    wild,
+)
 
 Routing = tuple[Tensor, Tensor, int, int]
 
@@ -96,7 +108,7 @@ def test_fold_sums_each_chain_into_its_leader_and_touches_nothing_else(
     rows_NH[int(receipt.rows_1) :] = NAN
     want, w = rows_NH.clone(), weight_N if weighted else None
     groups = (receipt.start_G, receipt.count_G)
-    fold(rows_NH, w, receipt.chain_N, *groups, receipt.rows_1, sms=sms)
+    fold(rows_NH, w, receipt.chain_N, *groups, receipt.rows_1, LONGEST, sms=sms)
     fold_ref(want, w, receipt.chain_N, *groups)
     assert torch.equal(bits(rows_NH), bits(want))
 
@@ -113,7 +125,7 @@ def test_sums_of_the_modules_worked_example(weighted: bool) -> None:
     combine_exact(dest_TK, row_TK, ones_TK, addresses(rank), y_TH)
     assert (y_TH == 0).all()
     ones_N = torch.ones(2, device=DEV) if weighted else None
-    fold(rank[1], ones_N, ints([-3, 0]), ints([0]), ints([2]), ints([2]))
+    fold(rank[1], ones_N, ints([-3, 0]), ints([0]), ints([2]), ints([2]), LONGEST)
     combine_compact(dest_TK, row_TK, addresses(rank), y_TH)
     assert (y_TH == 1).all()
 
@@ -127,7 +139,7 @@ def test_products_round_before_they_are_added() -> None:
     y_TH = torch.full((1, 8), NAN, dtype=torch.bfloat16, device=DEV)
     combine_exact(ints([[0, 0]]), ints([[0, 1]]), weights_TK, addresses([rows]), y_TH)
     assert (y_TH == 0).all()
-    fold(rows, weights_TK[0], ints([-3, 0]), ints([0]), ints([2]), ints([2]))
+    fold(rows, weights_TK[0], ints([-3, 0]), ints([0]), ints([2]), ints([2]), LONGEST)
     assert (rows[0] == 0).all()
 
 

@@ -20,6 +20,7 @@ from evenep.plan.layout import Segments
 from ..exchange.exchange_cases import Traffic, traffics
 from .exchange_ranks import (
     DEV,
+    LONGEST,
     NAN,
     STALE,
     Windows,
@@ -99,7 +100,7 @@ def test_from_ids_to_sums_as_if_there_were_no_exchange(
 
     for r, segments in enumerate(layout.segments):
         where = (windows.chain[r], *groups_of(segments))
-        settle(windows.rows[r], windows.weight[r], *where, cfg.row_alignment)
+        settle(windows.rows[r], windows.weight[r], *where, cfg.top_k)
         assert not windows.rows[r][: segments.rows].isnan().any(), "every row is settled"
         assert windows.rows[r][segments.rows :].isnan().all()
         for e, start, count in zip(
@@ -109,7 +110,7 @@ def test_from_ids_to_sums_as_if_there_were_no_exchange(
             mine = windows.rows[r][start : start + count]
             mine.copy_((mine.float() * scale_E[e]).bfloat16())
         if compact:
-            fold(windows.rows[r], windows.weight[r], *where)
+            fold(windows.rows[r], windows.weight[r], *where, cfg.top_k)
 
     for me, (dest_TK, row_TK) in enumerate(places):
         y_TH = torch.full(x[me].shape, NAN, dtype=torch.bfloat16, device=DEV)
@@ -144,7 +145,7 @@ def test_rows_beyond_2_to_the_31_elements() -> None:
     dest_TK = torch.zeros_like(row_TK)
     dispatch(x_TH, weights_TK, dest_TK, row_TK, *tables)
     where = (chain, ints([n - T * K]), ints([T * K]), ints([n]))
-    settle(rows, weight, *where, 1)
+    settle(rows, weight, *where, LONGEST)
     at = row_TK.long()
     assert torch.equal(rows[at.reshape(-1)].view(T, K, width), x_TH[:, None].expand(T, K, width))
     assert torch.equal(weight[at], weights_TK)
@@ -156,6 +157,6 @@ def test_rows_beyond_2_to_the_31_elements() -> None:
     y_TH = torch.full_like(x_TH, NAN)
     combine_exact(dest_TK, row_TK, weights_TK, tables[0], y_TH)
     assert torch.equal(y_TH, total.bfloat16())
-    fold(rows, weight, *where)
+    fold(rows, weight, *where, LONGEST)
     combine_compact(dest_TK, row_TK, tables[0], y_TH)
     assert torch.equal(y_TH, total.bfloat16())

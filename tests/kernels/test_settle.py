@@ -7,9 +7,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from evenep.kernels.combine import fold
 from evenep.kernels.settle import settle, settle_ref
 
-from .exchange_ranks import DEV, NAN, Receipt, bits, few, ints, receipts
+from .exchange_ranks import DEV, LONGEST, NAN, Receipt, bits, few, ints, receipts
 
 
 @settings(deadline=None, max_examples=few(30))
@@ -26,7 +27,7 @@ def test_followers_get_the_payload_padding_gets_zero_the_rest_stays(
     rows_NH[0, 0] = NAN
     want_rows, want_weight, chain = rows_NH.clone(), weight_N.clone(), receipt.chain_N.clone()
     where = (receipt.start_G, receipt.count_G, receipt.rows_1)
-    settle(rows_NH, weight_N if weighted else None, receipt.chain_N, *where, receipt.align, sms=sms)
+    settle(rows_NH, weight_N if weighted else None, receipt.chain_N, *where, LONGEST, sms=sms)
     settle_ref(want_rows, want_weight if weighted else None, chain, *where)
     assert torch.equal(bits(rows_NH), bits(want_rows))
     assert torch.equal(bits(weight_N), bits(want_weight))
@@ -37,7 +38,7 @@ def test_worked_example_of_the_module() -> None:
     rows_NH = torch.full((9, 8), NAN, dtype=torch.bfloat16, device=DEV)
     rows_NH[0] = 2
     chain_N = ints([-3, 5, -1, -4, 0, 7, -9, 3, 1])
-    settle(rows_NH, None, chain_N, ints([0, 4]), ints([3, 1]), ints([8]), 4)
+    settle(rows_NH, None, chain_N, ints([0, 4]), ints([3, 1]), ints([8]), LONGEST)
     values = rows_NH.float()
     assert (values[[0, 1, 4]] == 2).all()
     assert (values[[3, 5, 6, 7]] == 0).all()
@@ -60,7 +61,21 @@ def test_on_a_gpu_at_real_widths(H: int) -> None:
     weight_N = torch.randn(2000, generator=g).to(DEV)
     want_rows, want_weight = rows_NH.clone(), weight_N.clone()
     where = (ints(chain), ints(start), ints(count), ints([int(padded.sum())]))
-    settle(rows_NH, weight_N, *where, 16)
+    settle(rows_NH, weight_N, *where, LONGEST)
     settle_ref(want_rows, want_weight, *where)
     assert torch.equal(bits(rows_NH), bits(want_rows))
     assert torch.equal(weight_N, want_weight)
+
+
+@pytest.mark.parametrize(
+    "words", [[-3, 1, 2, 3], [-2, 1, 1, 1], [-(2**30), 5, 0, 0], [-4, 0, 2**30, 0], [-3, 3, 2, 3]]
+)
+def test_chains_left_unfinished_by_a_failed_peer_stay_inside_the_buffer(words: list[int]) -> None:
+    """Cycles end and impossible rows are not followed."""
+    memory = torch.full((6, 8), NAN, dtype=torch.bfloat16, device=DEV)
+    memory[1:5] = 1.0
+    where = (ints(words), ints([0]), ints([4]), ints([4]))
+    settle(memory[1:5], None, *where, 3)
+    fold(memory[1:5], None, *where, 3)
+    assert memory[0].isnan().all()
+    assert memory[5].isnan().all()

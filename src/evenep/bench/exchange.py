@@ -161,8 +161,8 @@ def calls(case: Case) -> dict[str, Callable[[], None]]:
     summed = (folded_NH, case.weight[0], case.chain[0], *groups)
     return {
         "dispatch": lambda: dispatch(case.x_TH, w, dest_TK, row_TK, rows_R, chain_R, weight_R),
-        "settle": lambda: settle(*settled, ALIGN),
-        "fold": lambda: fold(*summed),
+        "settle": lambda: settle(*settled, dest_TK.shape[1]),
+        "fold": lambda: fold(*summed, dest_TK.shape[1]),
         "combine_exact": lambda: combine_exact(dest_TK, row_TK, w, rows_R, y_TH),
         "combine_compact": lambda: combine_compact(dest_TK, row_TK, rows_R, y_TH),
     }

@@ -91,7 +91,11 @@ class DeviceMachine(Machine):
     def open(self, opening: Opening) -> Work:
         from .work import DeviceWork  # the two need each other
 
-        return DeviceWork(self, opening)
+        work = DeviceWork(self, opening)
+        work.count()
+        work.gate("counts")
+        work.make_plan()
+        return work
 
     def groups(self, layer: int, lane: int, *, slots: bool, likely: int) -> Groups:
         """A lane's groups of home experts, or of replicas."""

@@ -42,7 +42,7 @@ def measure(machine: DeviceMachine, layer: int) -> Hardware:
     for turn in range(transport.size):
         if turn == transport.rank:
             mine = _measure_alone(machine, layer)
-        transport.barrier(tag)
+        transport.barrier(tag, cfg.load_timeout_s)  # kernels compile the first time
     words = torch.tensor(mine, dtype=torch.int64)
     one_ps, few_ps, many_ps, fetch_ps = transport.all_gather(words, tag, 0).amax(0).tolist()
     return Hardware(

@@ -42,11 +42,11 @@ class DeviceWork(Work):
         self._record: StepRecord | None = None
         self._ring = machine.steps % RECORDS
         machine.steps += 1
-        self._plan()
 
     # ---- counts and plan
 
-    def _plan(self) -> None:
+    def count(self) -> None:
+        """Count this rank's routes and tell every rank."""
         machine, opening, memory = self._machine, self._opening, self._memory
         E = machine.cfg.num_experts
         ids_TK = opening.ids_TK.contiguous()
@@ -59,12 +59,15 @@ class DeviceWork(Work):
             ids_TK.shape[0],
         )
         push_counts(memory.routes, header, memory.counts_R, machine.rank, E)
-        self._gate("counts")
+
+    def make_plan(self) -> None:
+        """From everyone's counts to where each of this rank's routes goes."""
+        machine, opening, memory = self._machine, self._opening, self._memory
         check_headers(memory.counts.local, memory.routes.status)
         residency = machine.residency[opening.layer, opening.lane]
         machine.planner.plan(memory.counts_RE, residency, opening.policy, memory.plan)
         place_routes(
-            ids_TK,
+            opening.ids_TK.contiguous(),
             memory.routes,
             memory.plan.take_ER,
             memory.plan.row_ER,
@@ -115,9 +118,19 @@ class DeviceWork(Work):
             self._timeline.mark("fetched")
 
     def compute(self) -> None:
-        machine, memory, plan = self._machine, self._memory, self._memory.plan
-        self._gate("dispatch")
+        self.gate("dispatch")
         self._timeline.mark("arrived")
+        self.settle()
+        self.run_home()
+        self._timeline.mark("home")
+        if self._fetching:
+            torch.cuda.current_stream().wait_event(self._timeline.event("fetched"))
+            self.run_slots()
+        self._timeline.mark("computed")
+
+    def settle(self) -> None:
+        """Make the rows that arrived what the experts expect."""
+        memory, plan = self._memory, self._memory.plan
         settle(
             memory.rows.local,
             memory.weight.local if self._experts_weigh else None,
@@ -125,42 +138,54 @@ class DeviceWork(Work):
             plan.group_start_G,
             plan.group_count_G,
             plan.rows_1,
-            machine.cfg.row_alignment,
+            self._machine.cfg.top_k,
         )
+
+    def run_home(self) -> None:
+        """Groups of this rank's own experts; leaves room for the copies of a fetch beside it."""
         self._run(slots=False)
-        self._timeline.mark("home")
-        if self._fetching:
-            torch.cuda.current_stream().wait_event(self._timeline.event("fetched"))
-            self._run(slots=True)
-        self._timeline.mark("computed")
+
+    def run_slots(self) -> None:
+        """Groups of replicas; their bytes have arrived."""
+        self._run(slots=True)
 
     def combine(self, out: Tensor | None) -> Tensor:
+        self.fold()
+        self.gate("combine")
+        y_TH = self.collect(out)
+        self._timeline.mark("combined")
+        machine, lane = self._machine, self._opening.lane
+        said = self._memory.routes.status[:1]
+        machine.status[lane : lane + 1].copy_(said, non_blocking=True)
+        return y_TH
+
+    def fold(self) -> None:
+        """``compact``: sum a token's routes on this rank into one row."""
+        memory, plan, cfg = self._memory, self._memory.plan, self._machine.cfg
+        if cfg.reduction == "compact":
+            fold(
+                memory.rows.local,
+                memory.weight.local if cfg.route_weight == "output" else None,
+                memory.chain.local,
+                plan.group_start_G,
+                plan.group_count_G,
+                plan.rows_1,
+                cfg.top_k,
+            )
+
+    def collect(self, out: Tensor | None) -> Tensor:
+        """Bring this rank's tokens home."""
         machine, memory, cfg = self._machine, self._memory, self._machine.cfg
         T, H = self._opening.ids_TK.shape[0], cfg.hidden_size
         y_TH = (
             torch.empty(T, H, dtype=torch.bfloat16, device=machine.device) if out is None else out
         )
-        on_output = cfg.route_weight == "output"
-        if cfg.reduction == "compact":
-            plan = memory.plan
-            fold(
-                memory.rows.local,
-                memory.weight.local if on_output else None,
-                memory.chain.local,
-                plan.group_start_G,
-                plan.group_count_G,
-                plan.rows_1,
-            )
-        self._gate("combine")
         if cfg.reduction == "compact":
             combine_compact(self._dest_TK, self._row_TK, memory.rows_R, y_TH)
         else:
-            weights_TK = self._opening.weights_TK.contiguous() if on_output else None
+            weighted = cfg.route_weight == "output"
+            weights_TK = self._opening.weights_TK.contiguous() if weighted else None
             combine_exact(self._dest_TK, self._row_TK, weights_TK, memory.rows_R, y_TH)
-        self._timeline.mark("combined")
-        machine.status[self._opening.lane : self._opening.lane + 1].copy_(
-            memory.routes.status[:1], non_blocking=True
-        )
         return y_TH
 
     def rows(self) -> Tensor:
@@ -170,7 +195,7 @@ class DeviceWork(Work):
 
     def end(self) -> None:
         if self._machine.poison:
-            self._gate("leave")  # peers may still be reading
+            self.gate("leave")  # peers may still be reading
             self._memory.poison()
 
     # ---- what it did
@@ -201,7 +226,8 @@ class DeviceWork(Work):
         cfg = self._machine.cfg
         return cfg.route_weight != "output" or cfg.reduction == "compact"
 
-    def _gate(self, phase: str) -> None:
+    def gate(self, phase: str) -> None:
+        """Queue a wait for every rank."""
         tag = Tag(phase, self._opening.layer, self._opening.epoch)
         self._machine.transport.gate(tag, self._opening.lane)
 

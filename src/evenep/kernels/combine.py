@@ -32,9 +32,9 @@ REGISTERS = 128  # left to itself, the assembler saves registers by asking for r
 AT_ONCE = 8  # rows asked for before the first is added
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "longest"])
 def _fold(
-    rows_NH, weight_N, chain_N, group_start_G, group_count_G, rows_1,
+    rows_NH, weight_N, chain_N, group_start_G, group_count_G, rows_1, N, longest,
     H: tl.constexpr, HB: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
@@ -54,14 +54,16 @@ def _fold(
             row = rows_NH + n.to(tl.int64) * H
             sum_H = tl.zeros([HB], tl.float32)
             at, to = n, -word - 2
-            while at >= 0:
-                following = tl.load(chain_N + to, mask=to >= 0, other=0) - 1
+            left = longest
+            while (at >= 0) & (at < N) & (left > 0):
+                following = tl.load(chain_N + to, mask=(to >= 0) & (to < N), other=0) - 1
                 out_H = tl.load(rows_NH + at.to(tl.int64) * H + h, mask=h < H, other=0.0)
                 if WEIGHTED:
                     sum_H += out_H.to(tl.float32) * tl.load(weight_N + at)
                 else:
                     sum_H += out_H.to(tl.float32)
                 at, to = to, following
+                left -= 1
             tl.store(row + h, sum_H.to(tl.bfloat16), mask=h < H)
         item += tl.num_programs(0)
 
@@ -140,6 +142,7 @@ def fold(
     group_start_G: Tensor,
     group_count_G: Tensor,
     rows_1: Tensor,
+    longest: int,
     sms: int | None = None,
 ) -> None:
     """``compact``, at the experts: each leader's row becomes the sum over its chain, in place.
@@ -148,13 +151,14 @@ def fold(
         rows_NH: BF16 expert outputs, contiguous; rows that don't lead stay as they are.
         weight_N: fp32 factor of each row, or None.
         chain_N, group_start_G, group_count_G, rows_1: int32 on the device.
+        longest: rows of a chain at most, the top-k (see ``settle``).
         sms: leave the rest of the GPU to others.
     """
     H, G = rows_NH.shape[1], group_start_G.numel()
     HB = min(pow2(H), WIDEST)
     _fold[(PER_SM * (sms or num_sms(rows_NH.device)),)](
         rows_NH, rows_NH if weight_N is None else weight_N, chain_N,
-        group_start_G, group_count_G, rows_1,
+        group_start_G, group_count_G, rows_1, rows_NH.shape[0], longest,
         H=H, HB=HB, PARTS=ceil_div(H, HB), G=G, GP=pow2(G), WEIGHTED=weight_N is not None,
         num_warps=8 if HB > 4096 else 4, enable_fp_fusion=False,
     )  # fmt: skip

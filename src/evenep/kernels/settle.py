@@ -22,9 +22,9 @@ PER_SM = 16  # programs per multiprocessor: most rows only follow, and are over 
 WIDEST = 8192  # elements of a row that one program holds
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["N", "longest"])
 def _settle(
-    rows_NH, weight_N, chain_N, group_start_G, group_count_G, rows_1,
+    rows_NH, weight_N, chain_N, group_start_G, group_count_G, rows_1, N, longest,
     H: tl.constexpr, HB: tl.constexpr, PARTS: tl.constexpr, G: tl.constexpr, GP: tl.constexpr,
     WEIGHTED: tl.constexpr,
 ):  # fmt: skip
@@ -46,11 +46,13 @@ def _settle(
         elif word < -1:
             payload = tl.load(row + h, mask=h < H)
             to = -word - 2
-            while to >= 0:
+            left = longest - 1
+            while (to >= 0) & (to < N) & (left > 0):
                 # Asked for before the stores, so that the walk doesn't wait behind them.
                 following = tl.load(chain_N + to) - 1
                 tl.store(rows_NH + to.to(tl.int64) * H + h, payload, mask=h < H)
                 to = following
+                left -= 1
         item += tl.num_programs(0)
 
 
@@ -61,7 +63,7 @@ def settle(
     group_start_G: Tensor,
     group_count_G: Tensor,
     rows_1: Tensor,
-    align: int,
+    longest: int,
     sms: int | None = None,
 ) -> None:
     """Make rows ``[0, rows_1)`` what the experts expect, in place.
@@ -69,15 +71,15 @@ def settle(
     Args:
         rows_NH: BF16, contiguous. weight_N: fp32, or None where nobody reads it.
         chain_N, group_start_G, group_count_G, rows_1: int32 on the device.
-        align: row alignment of segments; 1 means that there is no padding.
+        longest: rows of a chain at most, the top-k. Where a peer failed its chains are whatever
+            was there before: they lead to wrong rows, but no further than this buffer.
         sms: leave the rest of the GPU to others.
     """
-    del align  # rows_1 already counts the padding
     H, G = rows_NH.shape[1], group_start_G.numel()
     HB = min(pow2(H), WIDEST)
     _settle[(PER_SM * (sms or num_sms(rows_NH.device)),)](
         rows_NH, rows_NH if weight_N is None else weight_N, chain_N,
-        group_start_G, group_count_G, rows_1,
+        group_start_G, group_count_G, rows_1, rows_NH.shape[0], longest,
         H=H, HB=HB, PARTS=ceil_div(H, HB), G=G, GP=pow2(G), WEIGHTED=weight_N is not None,
         num_warps=8 if HB > 4096 else 4,
     )  # fmt: skip
