@@ -1,7 +1,8 @@
 """Small words of the planner's kernels about vectors over ranks or experts.
 
 WORKED EXAMPLE: in ``values = 4 9 9`` the index of the largest is
-``first_of(values == 9, 0 1 2) = 1``, ties to the lowest; ``at(values, 0 1 2, 0) = 4``. In one warp each is a single reduction.
+``first_of(values == 9, 0 1 2) = 1``, ties to the lowest; ``at(values, 0 1 2, 0) = 4``. In one warp
+each is a single reduction.
 """
 
 from __future__ import annotations
