@@ -20,8 +20,8 @@ Candidates ``2 i`` and ``2 i + 1`` are epsilon i without and with residents firs
 exact; one more program spreads the residency into ``resident_ER``.
 
 WORKED EXAMPLE: ``plan_exact``, ``plan_greedy`` and ``plan_residents`` have one each; this file
-keeps the books. Three routes of expert 1 (5 at home 0) to rank 2: left 2, a new entry (1, 3, 0) in rank
-2's list, bit 2 of the expert's word, and the two ranks' times follow by the difference.
+keeps the books. Three routes of expert 1 (5 at home 0) go to rank 2: left 2, a new entry (1, 3, 0)
+in rank 2's list, bit 2 of the expert's word, and the two ranks' times follow by the difference.
 """
 
 from __future__ import annotations
