@@ -19,10 +19,9 @@ W words of R bits. Scratch of candidate c, all int32:
 Candidates ``2 i`` and ``2 i + 1`` are epsilon i without and with residents first; ``2 NE`` is
 exact; one more program spreads the residency into ``resident_ER``.
 
-WORKED EXAMPLE (R = 3, homes 0 0 1 1 2 2, routes ``1 5 3 2 1 0``, exact): loads 6 5 1, shares 4 4 4.
-Rank 2 lacks 3 and gets them from rank 0 (balance -1 1 0), then rank 0 lacks 1 and gets it from rank
-1. The largest debt is rank 2's 3, its feeder 0 has expert 1 as its largest: 3 routes of 1 go to 2;
-then 1 route of expert 2 goes to 0.
+WORKED EXAMPLE: ``plan_exact``, ``plan_greedy`` and ``plan_residents`` have one each; this file
+keeps the books. Three routes of expert 1 (5 at home 0) go to rank 2: left 2, a new entry (1, 3, 0)
+in rank 2's list, bit 2 of the expert's word, and the two ranks' times follow by the difference.
 """
 
 from __future__ import annotations
@@ -31,194 +30,14 @@ import triton
 import triton.language as tl
 
 from .plan_cost import layer_ps, segment_ps
+from .plan_exact import pair_ranks
+from .plan_greedy import donors_move
+from .plan_residents import list_residents, most_useful
+from .plan_vector import CHUNK, at, first_of
 
 # Scores of a candidate, int64: stuck, moved, replicas, traffic, sends of the busiest home, highest
 # load, time; one spare. The second to the fifth are ``_price`` of the CPU's bounded.
 SCORES = 8
-
-BIG = tl.constexpr(2**31 - 1)
-CHUNK = tl.constexpr(256)  # elements a warp handles at once: 8 a lane
-
-
-@triton.jit
-def first_of(mask_R, index_R):
-    """The lowest index where the mask holds, BIG where nowhere."""
-    return tl.min(tl.where(mask_R, index_R, BIG), axis=0)
-
-
-@triton.jit
-def at(values_R, index_R, index):
-    """``values_R[index]``, a scalar."""
-    return tl.sum(tl.where(index_R == index, values_R, tl.zeros_like(values_R)), axis=0)
-
-
-@triton.jit
-def pair_ranks(load_R, share_R, rank_R):
-    """Who feeds each starved rank, and with how much: the most overloaded the most starved."""
-    balance_R = load_R - share_R
-    feeder_R = tl.zeros_like(load_R)
-    owed_R = tl.zeros_like(load_R)
-    most = tl.max(balance_R, axis=0)
-    while most > 0:
-        low = tl.min(balance_R, axis=0)
-        donor = first_of(balance_R == most, rank_R)
-        receiver = first_of(balance_R == low, rank_R)
-        feeder_R = tl.where(rank_R == receiver, donor, feeder_R)
-        owed_R = tl.where(rank_R == receiver, -low, owed_R)
-        balance_R = tl.where(rank_R == donor, balance_R + low, balance_R)
-        balance_R = tl.where(rank_R == receiver, 0, balance_R)
-        most = tl.max(balance_R, axis=0)
-    return feeder_R, owed_R
-
-
-@triton.jit
-def hosted_R(bits, place, free_R, rank_R, R: tl.constexpr, W: tl.constexpr):
-    """1 where a rank may compute the expert of a place: a slot is free or already its own."""
-    word_R = tl.load(bits + place * W + rank_R // 32, mask=rank_R < R, other=0)
-    return ((free_R > 0) | (((word_R >> (rank_R % 32)) & 1) > 0)).to(tl.int32)
-
-
-@triton.jit
-def spread_L(bits, donor, place_L, L: tl.constexpr, W: tl.constexpr):
-    """1 where a home expert of the donor has a replica anywhere."""
-    found_L = tl.zeros_like(place_L)
-    for word in tl.static_range(W):
-        at_L = (donor * L + place_L) * W + word
-        found_L |= tl.load(bits + at_L, mask=place_L < L, other=0)
-    return (found_L != 0).to(tl.int32)
-
-
-@triton.jit
-def donors_move(
-    left,
-    bits,
-    donor,
-    need,
-    room_R,
-    free_R,
-    rank_R,
-    R: tl.constexpr,
-    L: tl.constexpr,
-    LP: tl.constexpr,
-    W: tl.constexpr,
-):
-    """The greedy's next replica for a donor: ``(j of the expert, rank, routes)``; 0 routes: stuck.
-
-    First one that takes the whole surplus: the smallest sufficient expert in the tightest
-    sufficient room; else the most routes any one replica can take.
-    """
-    place_L = tl.arange(0, LP)
-    left_L = tl.load(left + donor * L + place_L, mask=place_L < L, other=0)
-    j, to, routes = donor * 0, donor * 0, need * 0
-    fit_R = room_R >= need
-    if tl.max(fit_R.to(tl.int32), axis=0) > 0:
-        enough_L = tl.where(left_L >= need, left_L, BIG)
-        if tl.max((fit_R & (free_R > 0)).to(tl.int32), axis=0) == 0:
-            # Only experts with a replica somewhere can have one in a rank without free slots.
-            enough_L = tl.where(spread_L(bits, donor, place_L, L, W) > 0, enough_L, BIG)
-        least = tl.min(enough_L, axis=0)
-        while (routes == 0) & (least < BIG):
-            j = first_of(enough_L == least, place_L)
-            host_R = hosted_R(bits, donor * L + j, free_R, rank_R, R, W)
-            tight_R = tl.where(fit_R & (host_R > 0), room_R, BIG)
-            tight = tl.min(tight_R, axis=0)
-            if tight < BIG:
-                to = first_of(tight_R == tight, rank_R)
-                routes = need
-            else:
-                enough_L = tl.where(place_L == j, BIG, enough_L)
-                least = tl.min(enough_L, axis=0)
-    if routes == 0:
-        most = tl.max(left_L, axis=0)
-        j = first_of(left_L == most, place_L)
-        space = tl.max(room_R, axis=0)
-        to = first_of(room_R == space, rank_R)
-        host_R = hosted_R(bits, donor * L + j, free_R, rank_R, R, W)
-        if at(host_R, rank_R, to) > 0:  # nothing beats the largest expert in the largest room
-            routes = tl.minimum(tl.minimum(most, space), need)
-        else:
-            # Slots are scarce. Beyond the largest expert only those with a replica can do better.
-            other_L = tl.where(spread_L(bits, donor, place_L, L, W) > 0, left_L, 0)
-            trial = j
-            while most > routes:
-                host_R = hosted_R(bits, donor * L + trial, free_R, rank_R, R, W)
-                space_R = tl.where(host_R > 0, room_R, 0)
-                space = tl.max(space_R, axis=0)
-                taken = tl.minimum(tl.minimum(most, space), need)
-                if taken > routes:
-                    routes = taken
-                    j = trial
-                    to = first_of(space_R == space, rank_R)
-                other_L = tl.where(place_L == trial, 0, other_L)
-                most = tl.max(other_L, axis=0)
-                trial = first_of(other_L == most, place_L)
-    return j, to, routes
-
-
-@triton.jit
-def list_residents(
-    pairs,
-    experts_RB,
-    home_E,
-    local_E,
-    surplus_s,
-    room_s,
-    left,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    L: tl.constexpr,
-    RP: tl.constexpr,
-):
-    """Write down the resident replicas that can take surplus; uses only ever shrink."""
-    count = tl.full([], 0, dtype=tl.int32)
-    for first in range(0, R * B, CHUNK):
-        slot_P = first + tl.arange(0, CHUNK)
-        expert_P = tl.load(experts_RB + slot_P, mask=slot_P < R * B, other=-1)
-        held_P = expert_P >= 0
-        rank_P = slot_P // B
-        home_P = tl.load(home_E + expert_P, mask=held_P, other=0)
-        place_P = home_P * L + tl.load(local_E + expert_P, mask=held_P, other=0)
-        use_P = tl.load(surplus_s + home_P, mask=held_P, other=0)
-        use_P = tl.minimum(use_P, tl.load(room_s + rank_P, mask=held_P, other=0))
-        use_P = tl.minimum(use_P, tl.load(left + place_P, mask=held_P, other=0))
-        useful_P = ((use_P > 0) & (home_P != rank_P)).to(tl.int32)
-        to_P = count + tl.cumsum(useful_P, axis=0) - useful_P
-        tl.store(pairs + to_P, expert_P * RP + rank_P, mask=useful_P > 0)
-        tl.store(pairs + R * B + to_P, place_P, mask=useful_P > 0)
-        count += tl.sum(useful_P, axis=0)
-    return count
-
-
-@triton.jit
-def most_useful(
-    pairs,
-    count,
-    surplus_s,
-    room_s,
-    left,
-    R: tl.constexpr,
-    B: tl.constexpr,
-    L: tl.constexpr,
-    RP: tl.constexpr,
-):
-    """``(routes, pair)`` of the resident replica that takes most; ties to the lowest pair."""
-    best = count * 0
-    best_pair = best + BIG
-    first = count * 0
-    while first < count:
-        slot_P = first + tl.arange(0, CHUNK)
-        here_P = slot_P < count
-        pair_P = tl.load(pairs + slot_P, mask=here_P, other=BIG)
-        place_P = tl.load(pairs + R * B + slot_P, mask=here_P, other=0)
-        use_P = tl.load(surplus_s + place_P // L, mask=here_P, other=0)
-        use_P = tl.minimum(use_P, tl.load(room_s + pair_P % RP, mask=here_P, other=0))
-        use_P = tl.minimum(use_P, tl.load(left + place_P, mask=here_P, other=0))
-        most = tl.max(use_P, axis=0)
-        pair = tl.min(tl.where(use_P == most, pair_P, BIG), axis=0)
-        if (most > best) | ((most == best) & (pair < best_pair)):
-            best, best_pair = most, pair
-        first += CHUNK
-    return best, best_pair
 
 
 @triton.jit
