@@ -22,16 +22,17 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..errors import AgreementError, InputError, explain
+from ..errors import AgreementError, InputError, PlanError, explain
 from ..experts.device import DeviceRunner, Groups
 from ..experts.registry import make_device_runner
 from ..kernels.count import BAD_EXPERT, HEADERS_DIFFER
 from ..machine import RECORDS, Machine, Opening, Setup, Work
 from ..plan import Hardware
+from ..plan.capacity import cap_routes
 from ..transport import DeviceTransport, Tag, addresses
 from ..weights.store import ExpertStore
 from .buffers import Lane, rows_capacity
-from .measure import measure
+from .measure import measure, measure_planning
 from .planner import DevicePlanner, DeviceResidency
 
 
@@ -70,6 +71,9 @@ class DeviceMachine(Machine):
         self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
         self._hardware = setup.hardware or measure(self, setup.experts.layers[0])
         self.planner = DevicePlanner(cfg, setup.placement, self.rank, self._hardware, device)
+        if setup.hardware is None:
+            self._hardware = measure_planning(self)
+            self.planner.use(self._hardware)
         self.lanes = Lane.make(cfg, self.store.home_rows, setup.transport, self.planner)
         if self.poison:
             for lane in self.lanes:
@@ -83,6 +87,7 @@ class DeviceMachine(Machine):
         self.stats_ring = torch.zeros(RECORDS, stats.numel(), dtype=stats.dtype).pin_memory()
         self.status = torch.zeros(cfg.in_flight, dtype=torch.int32).pin_memory()
         self.steps = 0
+        self._roomy: set[str] = set()
 
     @property
     def hardware(self) -> Hardware | None:
@@ -91,6 +96,7 @@ class DeviceMachine(Machine):
     def open(self, opening: Opening) -> Work:
         from .work import DeviceWork  # the two need each other
 
+        self._require_room(opening.policy)
         work = DeviceWork(self, opening)
         work.count()
         work.gate("counts")
@@ -162,6 +168,30 @@ class DeviceMachine(Machine):
             delattr(self, name)
 
     # ---- inside
+
+    def _require_room(self, policy: str) -> None:
+        """Refuse a policy that may put more on a rank than was allocated.
+
+        A GPU can't look at a plan before it is carried out, so what some steps of the policy would
+        need is refused for all of them.
+        """
+        if policy in self._roomy:
+            return
+        cfg, home_rows = self.cfg, self.store.home_rows
+        needed = cap_routes(cfg, home_rows, policy)
+        given = cap_routes(cfg, home_rows)
+        slots = home_rows if policy == "exact" and cfg.ranks > 1 else 0
+        if needed > given or cfg.slots < slots:
+            raise PlanError(
+                explain(
+                    f"policy '{policy}' may need more than this engine has",
+                    where="Engine.begin",
+                    expected=f"{needed} routes and {slots} slots on a rank",
+                    got=f"{given} routes and {cfg.slots} slots, for policy '{cfg.policy}'",
+                    fix=f"configure policy='{policy}' or 'auto', with slots for a home group",
+                )
+            )
+        self._roomy.add(policy)
 
     def _slot_addresses(self, layer: int, lane: int) -> Tensor:
         """Where slot 0 of a lane is in each tensor, int64 ``[X]``."""

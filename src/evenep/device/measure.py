@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,6 +53,33 @@ def measure(machine: DeviceMachine, layer: int) -> Hardware:
         fetch_ps=fetch_ps,
         parallel=_gpus(machine, tag),
     )
+
+
+def measure_planning(machine: DeviceMachine) -> Hardware:
+    """The machine's constants with what a search costs beyond a static plan. Collective.
+
+    The search is timed on counts where it has much to find, so ``auto`` rests where even that
+    wins less than it costs.
+    """
+    cfg, transport, hardware = machine.cfg, machine.transport, machine.hardware
+    assert hardware is not None
+    if cfg.ranks == 1 or cfg.slots == 0:
+        return hardware
+    out, tag = machine.planner.buffers(), Tag("construct")
+    routes = torch.arange(cfg.num_experts, 0, -1, dtype=torch.int32, device=machine.device)
+    counts_RE = routes.clamp(max=cfg.max_tokens_per_rank).repeat(cfg.ranks, 1)
+    mine_ps = 0
+    for turn in range(transport.size):
+        if turn == transport.rank:
+            times = []
+            for policy in ("static", "auto"):
+                residency = machine.planner.residency()
+                plan = functools.partial(machine.planner.plan, counts_RE, residency, policy, out)
+                times.append(_best(plan))
+            mine_ps = round(max(times[1] - times[0], 0.0) * PS)
+        transport.barrier(tag, cfg.load_timeout_s)
+    said = transport.all_gather(torch.tensor([mine_ps], dtype=torch.int64), tag, 0)
+    return replace(hardware, plan_ps=int(said.max()))
 
 
 def _measure_alone(machine: DeviceMachine, layer: int) -> list[int]:

@@ -36,7 +36,7 @@ class DeviceWork(Work):
         self._memory = machine.lanes[opening.lane]
         T = opening.ids_TK.shape[0]
         self._dest_TK, self._row_TK = self._memory.dest_SK[:T], self._memory.row_SK[:T]
-        self._timeline = Timeline.start()
+        self.timeline = Timeline.start()
         self._fetching = machine.cfg.slots > 0 and opening.policy != "static"
         self._planned_s = 0.0
         self._record: StepRecord | None = None
@@ -76,7 +76,7 @@ class DeviceWork(Work):
             self._row_TK,
         )
         machine.stats_ring[self._ring].copy_(memory.plan.stats, non_blocking=True)
-        self._timeline.mark("plan")
+        self.timeline.mark("plan")
 
     @property
     def plan(self) -> Plan:
@@ -103,7 +103,7 @@ class DeviceWork(Work):
             return
         machine, plan = self._machine, self._memory.plan
         layer, lane, stream = self._opening.layer, self._opening.lane, machine.fetch_stream
-        stream.wait_event(self._timeline.event("plan"))
+        stream.wait_event(self.timeline.event("plan"))
         with torch.cuda.stream(stream):
             fetch_slots(
                 plan.slot_RB[machine.rank],
@@ -115,18 +115,13 @@ class DeviceWork(Work):
                 machine.slots_X[layer, lane],
                 FETCH_PROGRAMS,
             )
-            self._timeline.mark("fetched")
+            self.timeline.mark("fetched")
 
     def compute(self) -> None:
         self.gate("dispatch")
-        self._timeline.mark("arrived")
+        self.timeline.mark("arrived")
         self.settle()
-        self.run_home()
-        self._timeline.mark("home")
-        if self._fetching:
-            torch.cuda.current_stream().wait_event(self._timeline.event("fetched"))
-            self.run_slots()
-        self._timeline.mark("computed")
+        self.run_groups()
 
     def settle(self) -> None:
         """Make the rows that arrived what the experts expect."""
@@ -141,19 +136,20 @@ class DeviceWork(Work):
             self._machine.cfg.top_k,
         )
 
-    def run_home(self) -> None:
-        """Groups of this rank's own experts; leaves room for the copies of a fetch beside it."""
+    def run_groups(self) -> None:
+        """Home groups beside the fetch, then slot groups once their bytes are here."""
         self._run(slots=False)
-
-    def run_slots(self) -> None:
-        """Groups of replicas; their bytes have arrived."""
-        self._run(slots=True)
+        self.timeline.mark("home")
+        if self._fetching:
+            torch.cuda.current_stream().wait_event(self.timeline.event("fetched"))
+            self._run(slots=True)
+        self.timeline.mark("computed")
 
     def combine(self, out: Tensor | None) -> Tensor:
         self.fold()
         self.gate("combine")
         y_TH = self.collect(out)
-        self._timeline.mark("combined")
+        self.timeline.mark("combined")
         machine, lane = self._machine, self._opening.lane
         said = self._memory.routes.status[:1]
         machine.status[lane : lane + 1].copy_(said, non_blocking=True)
@@ -204,10 +200,10 @@ class DeviceWork(Work):
         self._planned_s = seconds
 
     def record(self) -> StepRecord:
-        if self._record is None or not self._timeline.timing:  # a replay has a new one each time
+        if self._record is None or not self.timeline.timing:  # a replay has a new one each time
             _refuse_capture("Step.record")
             machine, opening = self._machine, self._opening
-            self._timeline.wait()
+            self.timeline.wait()
             stats = machine.planner.describe(machine.stats_ring[self._ring], opening.policy)
             self._record = StepRecord(
                 layer=opening.layer,
@@ -215,7 +211,7 @@ class DeviceWork(Work):
                 tokens=opening.ids_TK.shape[0],
                 **stats,
             )
-            self._timeline.fill(self._record)
+            self.timeline.fill(self._record)
         return self._record
 
     # ---- inside

@@ -47,8 +47,9 @@ def _scale_table() -> Tensor:
 def decode_mxfp4(packed_NJ: Tensor, scale_NG: Tensor, dtype: torch.dtype) -> Tensor:
     """Packed rows ``[N, K/2]`` and scales ``[N, K/32]``, both uint8, to values ``[N, K]``."""
     N, J = packed_NJ.shape
-    codes = _pair_table().index_select(0, packed_NJ.reshape(-1).int()).view(torch.bfloat16)
-    scale_NG1 = _scale_table().index_select(0, scale_NG.reshape(-1).int()).view(N, -1, 1)
+    pairs, powers = _pair_table().to(packed_NJ.device), _scale_table().to(packed_NJ.device)
+    codes = pairs.index_select(0, packed_NJ.reshape(-1).int()).view(torch.bfloat16)
+    scale_NG1 = powers.index_select(0, scale_NG.reshape(-1).int()).view(N, -1, 1)
     grouped_NGC = codes.view(N, -1, GROUP).to(dtype)
     return grouped_NGC.mul_(scale_NG1.to(dtype)).view(N, 2 * J)
 

@@ -27,20 +27,21 @@ def receive_rows(cap: int, groups: int, align: int) -> int:
     return cap + (align - 1) * min(groups, cap)
 
 
-def cap_routes(cfg: EPConfig, max_experts_per_rank: int) -> int:
-    """The most routes any plan of this config may put on one rank.
+def cap_routes(cfg: EPConfig, max_experts_per_rank: int, policy: str | None = None) -> int:
+    """The most routes any plan of this config, or of one ``policy``, may put on one rank.
 
     ``exact`` always reaches the mean when B covers a home group, and the mean is at most S K;
     ``bounded`` then stays within ``(1 + epsilon)`` of it. Every other choice may leave all
     R S K routes at home on one rank.
     """
+    policy = policy or cfg.policy
     worst = cfg.ranks * cfg.max_tokens_per_rank * cfg.top_k
     even = cfg.max_tokens_per_rank * cfg.top_k
     if cfg.ranks == 1 or cfg.slots < max_experts_per_rank:
         return worst
-    if cfg.policy == "exact":
+    if policy == "exact":
         return even
-    if cfg.policy == "bounded":
+    if policy == "bounded":
         millionths = 10**6 + round(cfg.epsilon * 10**6)  # as Problem.caps counts
         return min(worst, even * millionths // 10**6)
     return worst
