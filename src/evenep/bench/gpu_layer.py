@@ -68,8 +68,8 @@ def draw(tokens: int, max_vio: float, seed: int) -> Inputs:
         x.append(torch.randn(tokens, WIDTH, generator=g, device="cuda").bfloat16())
     count_E = torch.bincount(torch.cat(ids).flatten(), minlength=EXPERTS).double()
     load_R = count_E.view(RANKS, -1).sum(1)
-    max_vio, imbalance = count_E.max() / count_E.mean() - 1, load_R.max() / load_R.mean()
-    return Inputs(x, ids, weights, float(max_vio), float(imbalance))
+    skew, imbalance = count_E.max() / count_E.mean() - 1, load_R.max() / load_R.mean()
+    return Inputs(x, ids, weights, float(skew), float(imbalance))
 
 
 class Virtual:
