@@ -34,7 +34,7 @@ from .plan import Hardware, Placement
 from .settings import Settings
 from .step import Step
 from .support import require
-from .transport import Tag
+from .transport import DeviceTransport, Tag, Transport
 from .weights.source import ExpertWeights, Progress
 from .weights.store import ExpertStore
 
@@ -91,7 +91,7 @@ class Engine:
             identity=self._identity(experts, hardware),
         )
         try:
-            self._machine: Machine = _machine_of(group.device)(
+            self._machine: Machine = _machine_of(self.transport)(
                 Setup(
                     cfg=cfg,
                     placement=self.placement,
@@ -375,11 +375,8 @@ class Engine:
             found.extend(collected)
 
     def _check(self, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        device = self.group.device
-        values = device == "cpu" or (
-            self.settings.debug and not torch.cuda.is_current_stream_capturing()
-        )
-        check_routing(self.cfg, device, ids_TK, weights_TK, values=values)
+        values = self._machine.may_look()
+        check_routing(self.cfg, self.group.device, ids_TK, weights_TK, values=values)
 
     def _free_lane(self) -> int:
         for lane, step in enumerate(self._steps):
@@ -395,8 +392,8 @@ class Engine:
         )
 
 
-def _machine_of(device: str) -> Callable[[Setup], Machine]:
-    if device == "cpu":
+def _machine_of(transport: Transport) -> Callable[[Setup], Machine]:
+    if not isinstance(transport, DeviceTransport):
         return HostMachine
     from .device.machine import DeviceMachine  # needs Triton, which a CPU build of torch lacks
 

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from ..observe import StepRecord
+from .streams import Event, Streams
 
 _STAGES = {  # stage of the record: from mark to mark
     "plan": ("begin", "plan"),
@@ -19,23 +18,24 @@ _STAGES = {  # stage of the record: from mark to mark
 class Timeline:
     """Events at the joints of a step. While a graph is captured they order, but don't time."""
 
+    streams: Streams
     timing: bool
-    events: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    events: dict[str, Event] = field(default_factory=dict)
 
     @classmethod
-    def start(cls) -> Timeline:
+    def start(cls, streams: Streams) -> Timeline:
         """A timeline that begins now, on the current stream."""
-        made = cls(timing=not torch.cuda.is_current_stream_capturing())
+        made = cls(streams, timing=not streams.capturing())
         made.mark("begin")
         return made
 
     def mark(self, name: str) -> None:
         """This joint is reached, on the current stream."""
-        event = torch.cuda.Event(enable_timing=self.timing)
+        event = self.streams.event(timing=self.timing)
         event.record()
         self.events[name] = event
 
-    def event(self, name: str) -> torch.cuda.Event:
+    def event(self, name: str) -> Event:
         """The event of a joint, to wait for."""
         return self.events[name]
 
@@ -62,5 +62,4 @@ class Timeline:
     def _seconds(self, first: str, last: str) -> float:
         if first not in self.events or last not in self.events:
             return 0.0
-        milliseconds: float = self.events[first].elapsed_time(self.events[last])
-        return milliseconds / 1e3
+        return self.events[first].elapsed_time(self.events[last]) / 1e3
