@@ -72,6 +72,7 @@ class HostMachine(Machine):
 
     def forget(self, layer: int) -> None:
         self.store.forget(layer)
+        self._planner.forget(layer)
 
     def halt(self) -> None:
         self.fetch_lane.close()

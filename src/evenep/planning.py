@@ -48,7 +48,7 @@ class StepPlanner:
         self.hardware = hardware
         self._cfg, self._placement, self._debug = cfg, placement, debug
         self._transport, self._store, self._runner = transport, store, runner
-        self._paces: dict[int, Pace] = {}
+        self._paces: dict[tuple[int, int], Pace] = {}  # of a layer and lane, as residency
 
     def plan(self, counts_RE: Tensor, header: StepHeader, policy: str) -> Plan:
         """The step's plan. Collective: the first ``auto`` step measures."""
@@ -56,7 +56,7 @@ class StepPlanner:
             return self._plan(counts_RE, header, policy, self.hardware)
         if self.hardware is None:
             self.hardware = self._measure(counts_RE, header)
-        pace = self._paces.setdefault(header.layer, Pace())
+        pace = self._paces.setdefault((header.layer, header.lane), Pace())
         if not pace.search_now():
             return self._plan(counts_RE, header, "static", self.hardware)
         made = self._plan(counts_RE, header, policy, self.hardware)
@@ -65,9 +65,10 @@ class StepPlanner:
         pace.learn(won_s, self.hardware.plan_ps / PS)
         return made
 
-    def forget(self) -> None:
-        """Start searching afresh on every layer (after a reset, say)."""
-        self._paces.clear()
+    def forget(self, layer: int | None = None) -> None:
+        """Start searching afresh, on one layer or all (after a reset, say)."""
+        for key in [k for k in self._paces if layer is None or k[0] == layer]:
+            del self._paces[key]
 
     def _measure(self, counts_RE: Tensor, header: StepHeader) -> Hardware:
         """Cost constants of this machine, planning included; the slowest rank's count.
