@@ -1,4 +1,4 @@
-"""Triton's interpreter made to agree with GPUs, and quicker, for tests whose kernels run on a CPU."""
+"""Triton's interpreter made to agree with GPUs, and quicker."""
 
 from __future__ import annotations
 
