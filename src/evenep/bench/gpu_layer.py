@@ -40,7 +40,7 @@ POLICIES = ("static", "exact", "auto")
 ROOM = 2.5
 """Receive rows of a rank, in means of a full step: 8 ranks of one GPU can't all have the worst."""
 STAGES = ("count", "plan", "dispatch", "experts", "fold", "combine")
-QUEUE_CYCLES = 6_000_000  # the GPU idles about 3 ms while a step is queued, so launches don't show
+QUEUE_CYCLES = 40_000_000  # the GPU idles about 20 ms while a step is queued: no launch shows
 
 
 @dataclass(frozen=True, slots=True)

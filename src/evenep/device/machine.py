@@ -34,6 +34,7 @@ from ..weights.store import ExpertStore
 from .buffers import Lane, rows_capacity
 from .measure import measure, measure_planning
 from .planner import DevicePlanner, DeviceResidency
+from .timeline import Timelines
 
 
 class DeviceMachine(Machine):
@@ -86,7 +87,8 @@ class DeviceMachine(Machine):
         stats = self.lanes[0].plan.stats
         self.stats_ring = torch.zeros(RECORDS, stats.numel(), dtype=stats.dtype).pin_memory()
         self.status = torch.zeros(cfg.in_flight, dtype=torch.int32).pin_memory()
-        self.steps = 0
+        self.steps, self.timelines = 0, Timelines()
+        self._groups: dict[tuple[int, int, bool, int], Groups] = {}
         self._roomy: set[str] = set()
 
     @property
@@ -105,6 +107,12 @@ class DeviceMachine(Machine):
 
     def groups(self, layer: int, lane: int, *, slots: bool, likely: int) -> Groups:
         """A lane's groups of home experts, or of replicas."""
+        key = (layer, lane, slots, likely)
+        if key not in self._groups:
+            self._groups[key] = self._make_groups(layer, lane, slots=slots, likely=likely)
+        return self._groups[key]
+
+    def _make_groups(self, layer: int, lane: int, *, slots: bool, likely: int) -> Groups:
         plan, home, B = self.lanes[lane].plan, self.store.home_rows, self.cfg.slots
         first, last = (home, home + B) if slots else (0, home)
         row = home + lane * B if slots else 0
@@ -164,7 +172,7 @@ class DeviceMachine(Machine):
 
     def close(self) -> None:
         torch.cuda.synchronize(self.device)
-        for name in ("store", "lanes", "runner", "planner", "residency"):
+        for name in ("store", "lanes", "runner", "planner", "residency", "_groups"):
             delattr(self, name)
 
     # ---- inside
