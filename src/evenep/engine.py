@@ -34,7 +34,7 @@ from .plan import Hardware, Placement
 from .settings import Settings
 from .step import Step
 from .support import require
-from .transport import Tag
+from .transport import DeviceTransport, Tag, Transport
 from .weights.source import ExpertWeights, Progress
 from .weights.store import ExpertStore
 
@@ -91,7 +91,7 @@ class Engine:
             identity=self._identity(experts, hardware),
         )
         try:
-            self._machine: Machine = _machine_of(group.device)(
+            self._machine: Machine = _machine_of(self.transport)(
                 Setup(
                     cfg=cfg,
                     placement=self.placement,
@@ -142,7 +142,8 @@ class Engine:
         check_rows(self.cfg, self.group.device, x_TH, topk_ids_TK.shape[0])
         if out is not None:
             check_out(self.cfg, out, self.group.device, topk_ids_TK)
-        step = self.begin(topk_ids_TK, topk_weights_TK, layer, policy=policy)
+        self.require_usable("begin")
+        step = self._begin(topk_ids_TK, topk_weights_TK, layer, policy)
         step.dispatch(x_TH)
         step.fetch()
         step.compute()
@@ -161,8 +162,13 @@ class Engine:
         Up to ``cfg.in_flight`` steps may be open; every rank opens and ends them in one order.
         """
         self.require_usable("begin")
-        self.store.require_layer(layer)
         self._check(topk_ids_TK, topk_weights_TK)
+        return self._begin(topk_ids_TK, topk_weights_TK, layer, policy)
+
+    def _begin(
+        self, topk_ids_TK: Tensor, topk_weights_TK: Tensor, layer: int, policy: str | None
+    ) -> Step:
+        self.store.require_layer(layer)
         asked = policy or self.cfg.policy
         require("policy", asked, where="Engine.begin")
         lane = self._free_lane()
@@ -375,11 +381,8 @@ class Engine:
             found.extend(collected)
 
     def _check(self, ids_TK: Tensor, weights_TK: Tensor) -> None:
-        device = self.group.device
-        values = device == "cpu" or (
-            self.settings.debug and not torch.cuda.is_current_stream_capturing()
-        )
-        check_routing(self.cfg, device, ids_TK, weights_TK, values=values)
+        values = self._machine.may_look()
+        check_routing(self.cfg, self.group.device, ids_TK, weights_TK, values=values)
 
     def _free_lane(self) -> int:
         for lane, step in enumerate(self._steps):
@@ -395,8 +398,8 @@ class Engine:
         )
 
 
-def _machine_of(device: str) -> Callable[[Setup], Machine]:
-    if device == "cpu":
+def _machine_of(transport: Transport) -> Callable[[Setup], Machine]:
+    if not isinstance(transport, DeviceTransport):
         return HostMachine
     from .device.machine import DeviceMachine  # needs Triton, which a CPU build of torch lacks
 

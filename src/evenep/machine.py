@@ -120,6 +120,10 @@ class Machine(ABC):
     def forget(self, layer: int) -> None:
         """The layer's weights changed: replicas of the old ones are void."""
 
+    def may_look(self) -> bool:
+        """Whether values of a step's inputs may be looked at, which waits for them on a GPU."""
+        return True
+
     def trouble(self) -> Exception | None:
         """What went wrong with work queued earlier, if that is known by now."""
         return None

@@ -2,29 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
-import numpy as np
 import pytest
 import torch
+
+from tests.interpreter import round_to_nearest
 
 
 @pytest.fixture(autouse=True, scope="session")
 def interpreter_rounds_to_nearest() -> None:
-    """fp32 → BF16 to nearest even, subnormals included, as ``cvt.rn.bf16.f32`` does."""
-    if torch.cuda.is_available():
-        return
-    import triton.language as tl
-    from triton.runtime import interpreter
-
-    convert = interpreter._convert_float
-
-    def rounded(values: Any, source: Any, target: Any, mode: Any) -> Any:
-        if (source, target) == (tl.float32, tl.bfloat16):
-            exact = torch.from_numpy(np.array(values, dtype=np.float32))
-            return exact.bfloat16().view(torch.int16).numpy().view(np.uint16)
-        if (source, target) == (tl.bfloat16, tl.float32):
-            return np.left_shift(values.astype(np.uint32), 16)
-        return convert(values, source, target, mode)
-
-    interpreter._convert_float = rounded
+    if not torch.cuda.is_available():
+        round_to_nearest()

@@ -19,6 +19,7 @@ A step's kernels, in order, on the caller's stream (the fetch runs beside, on a 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -26,6 +27,7 @@ from ..errors import AgreementError, InputError, PlanError, explain
 from ..experts.device import DeviceRunner, Groups
 from ..experts.registry import make_device_runner
 from ..kernels.count import BAD_EXPERT, HEADERS_DIFFER
+from ..kernels.sizing import num_sms
 from ..machine import RECORDS, Machine, Opening, Setup, Work
 from ..plan import Hardware
 from ..plan.capacity import cap_routes
@@ -34,6 +36,7 @@ from ..weights.store import ExpertStore
 from .buffers import Lane, rows_capacity
 from .measure import measure, measure_planning
 from .planner import DevicePlanner, DeviceResidency
+from .streams import streams_of
 from .timeline import Timelines
 
 
@@ -44,7 +47,8 @@ class DeviceMachine(Machine):
         assert isinstance(setup.transport, DeviceTransport)
         self.cfg, self.transport, self.placement = setup.cfg, setup.transport, setup.placement
         self.rank, self.device = setup.transport.rank, setup.transport.device
-        self.poison = setup.settings.poison
+        self.streams = streams_of(self.device)
+        self.poison, self._debug = setup.settings.poison, setup.settings.debug
         cfg, device = setup.cfg, self.device
         self.runner: DeviceRunner = make_device_runner(cfg, device)
         self.store = ExpertStore(
@@ -54,7 +58,7 @@ class DeviceMachine(Machine):
         self.runner.reserve(self.capacity)
         for layer in setup.experts.layers:
             self.store.load(layer, setup.experts, setup.progress)
-        torch.cuda.current_stream(device).synchronize()
+        self.streams.current().synchronize()
         setup.transport.barrier(Tag("construct"), cfg.load_timeout_s)
         self.home_E = torch.from_numpy(setup.placement.home_E).to(device, torch.int32)
         self.local_E = torch.from_numpy(setup.placement.local_E).to(device, torch.int32)
@@ -68,8 +72,8 @@ class DeviceMachine(Machine):
             for lane in range(cfg.in_flight)
         }
         self.row_bytes_X = tuple(spec.nbytes for spec in self.runner.specs())
-        self.fetch_stream = torch.cuda.Stream(device)
-        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.fetch_stream = self.streams.make()
+        self.multiprocessors = num_sms(device)
         self._hardware = setup.hardware or measure(self, setup.experts.layers[0])
         self.planner = DevicePlanner(cfg, setup.placement, self.rank, self._hardware, device)
         if setup.hardware is None:
@@ -83,11 +87,13 @@ class DeviceMachine(Machine):
             setup.transport.follow(lane.routes.status[1:])
         self.residency: dict[tuple[int, int], DeviceResidency] = {}
         self._empty_slots()
-        # What steps did, and whether kernels found something wrong: pinned, written by the GPU.
+        # What steps did, and whether kernels found something wrong, written by the GPU.
         stats = self.lanes[0].plan.stats
-        self.stats_ring = torch.zeros(RECORDS, stats.numel(), dtype=stats.dtype).pin_memory()
-        self.status = torch.zeros(cfg.in_flight, dtype=torch.int32).pin_memory()
-        self.steps, self.timelines = 0, Timelines()
+        ring = self.streams.landing(RECORDS * stats.numel(), stats.dtype)
+        self.stats_ring = ring.view(RECORDS, stats.numel())
+        self.status = self.streams.landing(cfg.in_flight, torch.int32)
+        self._said = self.status.numpy()
+        self.steps, self.timelines = 0, Timelines(self.streams)
         self._groups: dict[tuple[int, int, bool, int], Groups] = {}
         self._roomy: set[str] = set()
 
@@ -125,11 +131,16 @@ class DeviceMachine(Machine):
             likely=likely,
         )
 
+    def may_look(self) -> bool:
+        return self._debug and not self.streams.capturing()
+
     def trouble(self) -> Exception | None:
         error = self.transport.trouble()
         if error is not None:
             return error
-        said = int(self.status.max())
+        if not self._said.any():
+            return None
+        said = int(np.bitwise_or.reduce(self._said))
         if said & BAD_EXPERT:
             return InputError(
                 explain(
@@ -156,7 +167,7 @@ class DeviceMachine(Machine):
         """Streams run dry in the transport's own reset."""
 
     def restart(self) -> None:
-        torch.cuda.synchronize(self.device)
+        self.streams.synchronize()
         self.store.forget()
         self._empty_slots()
         self.status.zero_()
@@ -164,14 +175,14 @@ class DeviceMachine(Machine):
             lane.routes.status.zero_()
             if self.poison:
                 lane.poison()
-        torch.cuda.synchronize(self.device)
+        self.streams.synchronize()
 
     def synchronize(self) -> None:
         self.fetch_stream.synchronize()
-        torch.cuda.current_stream(self.device).synchronize()
+        self.streams.current().synchronize()
 
     def close(self) -> None:
-        torch.cuda.synchronize(self.device)
+        self.streams.synchronize()
         for name in ("store", "lanes", "runner", "planner", "residency", "_groups"):
             delattr(self, name)
 

@@ -20,6 +20,7 @@ from ..plan.cost import PS
 from ..plan.planner import declared_hardware
 from ..transport import Tag
 from ..transport.place import host_identity
+from .streams import Streams
 
 if TYPE_CHECKING:
     from .machine import DeviceMachine
@@ -75,7 +76,7 @@ def measure_planning(machine: DeviceMachine) -> Hardware:
             for policy in ("static", "auto"):
                 residency = machine.planner.residency()
                 plan = functools.partial(machine.planner.plan, counts_RE, residency, policy, out)
-                times.append(_best(plan))
+                times.append(_best(machine.streams, plan))
             mine_ps = round(max(times[1] - times[0], 0.0) * PS)
         transport.barrier(tag, cfg.load_timeout_s)
     said = transport.all_gather(torch.tensor([mine_ps], dtype=torch.int64), tag, 0)
@@ -103,7 +104,8 @@ def _measure_alone(machine: DeviceMachine, layer: int) -> list[int]:
             likely=rows,
         )
         machine.runner.reserve(max(machine.capacity, groups.rows))
-        times.append(_best(functools.partial(machine.runner.run, rows_NH, weight_N, groups)))
+        run = functools.partial(machine.runner.run, rows_NH, weight_N, groups)
+        times.append(_best(machine.streams, run))
     per_expert = [round(t / experts * PS) for t in times]
     return [*per_expert, round(_time_fetch(machine, layer) * PS)]
 
@@ -119,6 +121,7 @@ def _time_fetch(machine: DeviceMachine, layer: int) -> float:
     moved_B = torch.zeros(B, dtype=torch.int32, device=machine.device)
     moved_B[0] = 1
     return _best(
+        machine.streams,
         lambda: fetch_slots(
             slot_B,
             moved_B,
@@ -128,18 +131,18 @@ def _time_fetch(machine: DeviceMachine, layer: int) -> float:
             machine.row_bytes_X,
             machine.slots_X[layer, 0],
             FETCH_PROGRAMS,
-        )
+        ),
     )
 
 
-def _best(run: Callable[[], None]) -> float:
+def _best(streams: Streams, run: Callable[[], None]) -> float:
     run()
     times: list[float] = []
     for _ in range(_REPEATS):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        start.record()
+        start, end = (streams.event(timing=True) for _ in range(2))
+        start.record(streams.current())
         run()
-        end.record()
+        end.record(streams.current())
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return min(times)
@@ -147,8 +150,7 @@ def _best(run: Callable[[], None]) -> float:
 
 def _gpus(machine: DeviceMachine, tag: Tag) -> int:
     """How many GPUs the ranks have between them, 0 for one each. Collective."""
-    properties = torch.cuda.get_device_properties(machine.device)
-    name = f"{host_identity()} {properties.uuid}"
+    name = f"{host_identity()} {machine.streams.identity}"
     number = int(hashlib.sha256(name.encode()).hexdigest()[:12], 16)
     seen = machine.transport.all_gather(torch.tensor([number]), tag, 0).flatten().tolist()
     return 0 if len(set(seen)) == len(seen) else len(set(seen))

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-import torch
-
 from ..observe import StepRecord
+from .streams import Event, Stream, Streams
 
 _STAGES = {  # stage of the record: from mark to mark
     "plan": ("begin", "plan"),
@@ -22,7 +21,7 @@ TIMED = 64
 class _Events:
     """Events that steps take turns to use."""
 
-    by_name: dict[str, torch.cuda.Event] = field(default_factory=dict)
+    by_name: dict[str, Event] = field(default_factory=dict)
     user: int = -1
 
 
@@ -30,20 +29,21 @@ class _Events:
 class Timeline:
     """Events at the joints of one step. While a graph is captured they order, but don't time."""
 
+    streams: Streams
     timing: bool
     number: int
     events: _Events
     reached: list[str] = field(default_factory=list)
 
-    def mark(self, name: str) -> None:
-        """This joint is reached, on the current stream."""
+    def mark(self, name: str, stream: Stream | None = None) -> None:
+        """This joint is reached, on the current stream or another."""
         event = self.events.by_name.get(name)
         if event is None:
-            event = self.events.by_name[name] = torch.cuda.Event(enable_timing=self.timing)
-        event.record()
+            event = self.events.by_name[name] = self.streams.event(timing=self.timing)
+        event.record(self.streams.current() if stream is None else stream)
         self.reached.append(name)
 
-    def event(self, name: str) -> torch.cuda.Event:
+    def event(self, name: str) -> Event:
         """The event of a joint, to wait for."""
         return self.events.by_name[name]
 
@@ -53,7 +53,7 @@ class Timeline:
             for name in self.reached:
                 self.events.by_name[name].synchronize()
         else:  # its events belong to a later step by now, or to a graph
-            torch.cuda.current_stream().synchronize()
+            self.streams.current().synchronize()
 
     def fill(self, record: StepRecord) -> None:
         """Seconds per stage. ``fetch`` is what slot groups had to wait for beyond home groups."""
@@ -84,16 +84,17 @@ class Timeline:
 class Timelines:
     """Makes the timelines of one machine's steps."""
 
-    def __init__(self) -> None:
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
         self._ring = [_Events() for _ in range(TIMED)]
         self._made = 0
 
     def start(self) -> Timeline:
         """A timeline that begins now, on the current stream."""
         self._made += 1
-        timing = not torch.cuda.is_current_stream_capturing()
+        timing = not self._streams.capturing()
         events = self._ring[self._made % TIMED] if timing else _Events()
         events.user = self._made
-        made = Timeline(timing, self._made, events)
+        made = Timeline(self._streams, timing, self._made, events)
         made.mark("begin")
         return made

@@ -79,7 +79,7 @@ class DeviceWork(Work):
 
     @property
     def plan(self) -> Plan:
-        _refuse_capture("Step.plan")
+        self._refuse_capture("Step.plan")
         return self._machine.planner.snapshot(self._memory.plan, self._memory.counts_RE)
 
     # ---- the verbs
@@ -103,7 +103,7 @@ class DeviceWork(Work):
         machine, plan = self._machine, self._memory.plan
         layer, lane, stream = self._opening.layer, self._opening.lane, machine.fetch_stream
         stream.wait_event(self.timeline.event("plan"))
-        with torch.cuda.stream(stream):
+        with machine.streams.use(stream):
             fetch_slots(
                 plan.slot_RB[machine.rank],
                 plan.moved_RB[machine.rank],
@@ -140,7 +140,7 @@ class DeviceWork(Work):
         self._run(slots=False)
         self.timeline.mark("home")
         if self._fetching:
-            torch.cuda.current_stream().wait_event(self.timeline.event("fetched"))
+            self._machine.streams.current().wait_event(self.timeline.event("fetched"))
             self._run(slots=True)
         self.timeline.mark("computed")
 
@@ -185,7 +185,7 @@ class DeviceWork(Work):
 
     def rows(self) -> Tensor:
         """Waits for the plan: only it knows how many rows there are."""
-        _refuse_capture("Step.rows")
+        self._refuse_capture("Step.rows")
         return self._memory.rows.local[: int(self._memory.plan.rows_1)]
 
     def end(self) -> None:
@@ -200,7 +200,7 @@ class DeviceWork(Work):
 
     def record(self) -> StepRecord:
         if self._record is None or not self.timeline.timing:  # a replay has a new one each time
-            _refuse_capture("Step.record")
+            self._refuse_capture("Step.record")
             machine, opening = self._machine, self._opening
             self.timeline.wait()
             stats = machine.planner.describe(machine.stats_ring[self._ring], opening.policy)
@@ -235,16 +235,15 @@ class DeviceWork(Work):
         )
         weight_N = self._memory.weight.local if cfg.route_weight != "output" else None
         leave = FETCH_PROGRAMS if self._fetching and not slots else 0
-        sms = machine.multiprocessors - leave if leave else None
+        sms = max(machine.multiprocessors - leave, 1) if leave else None
         machine.runner.run(self._memory.rows.local, weight_N, groups, sms)
 
-
-def _refuse_capture(what: str) -> None:
-    if torch.cuda.is_current_stream_capturing():
-        raise StateError(
-            explain(
-                "it waits for the GPU, which a graph that is being captured can't",
-                where=what,
-                fix="ask before the capture or after a replay",
+    def _refuse_capture(self, what: str) -> None:
+        if self._machine.streams.capturing():
+            raise StateError(
+                explain(
+                    "it waits for the GPU, which a graph that is being captured can't",
+                    where=what,
+                    fix="ask before the capture or after a replay",
+                )
             )
-        )
