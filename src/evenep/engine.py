@@ -142,7 +142,8 @@ class Engine:
         check_rows(self.cfg, self.group.device, x_TH, topk_ids_TK.shape[0])
         if out is not None:
             check_out(self.cfg, out, self.group.device, topk_ids_TK)
-        step = self.begin(topk_ids_TK, topk_weights_TK, layer, policy=policy)
+        self.require_usable("begin")
+        step = self._begin(topk_ids_TK, topk_weights_TK, layer, policy)
         step.dispatch(x_TH)
         step.fetch()
         step.compute()
@@ -161,8 +162,13 @@ class Engine:
         Up to ``cfg.in_flight`` steps may be open; every rank opens and ends them in one order.
         """
         self.require_usable("begin")
-        self.store.require_layer(layer)
         self._check(topk_ids_TK, topk_weights_TK)
+        return self._begin(topk_ids_TK, topk_weights_TK, layer, policy)
+
+    def _begin(
+        self, topk_ids_TK: Tensor, topk_weights_TK: Tensor, layer: int, policy: str | None
+    ) -> Step:
+        self.store.require_layer(layer)
         asked = policy or self.cfg.policy
         require("policy", asked, where="Engine.begin")
         lane = self._free_lane()

@@ -172,6 +172,9 @@ RULES: tuple[Rule, ...] = (
 )
 
 
+_SUPPORTED = frozenset((c.axis, c.name) for c in CHOICES if not c.refused)
+
+
 def choices(axis: str, *, supported: bool | None = None) -> list[Choice]:
     """The choices of one axis, optionally only the supported or only the refused ones."""
     return [
@@ -185,6 +188,8 @@ def require(axis: str, name: str, *, where: str = "") -> None:
     Raises:
         UnsupportedError: names the axis, the value, the reason and what is supported.
     """
+    if (axis, name) in _SUPPORTED:  # asked several times a step
+        return
     known = {c.name: c for c in CHOICES if c.axis == axis}
     supported = [c.name for c in known.values() if not c.refused]
     choice = known.get(name)

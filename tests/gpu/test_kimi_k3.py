@@ -19,7 +19,7 @@ def _layer(group: EPGroup, cfg: EPConfig) -> list[Tensor]:
         r = group.rank
         outputs = []
         for policy in ("static", "bounded", "auto"):
-            inputs = draw(cfg.max_tokens_per_rank, 6.0, seed=3)
+            inputs = draw(cfg.max_tokens_per_rank, "6", seed=3)
             y_TH = engine(inputs.x[r], inputs.ids[r], inputs.weights[r], policy=policy)
             outputs.append(y_TH)
         engine.synchronize()
@@ -35,7 +35,7 @@ def test_a_full_layer_on_eight_ranks_is_in_the_parity_class() -> None:
 
     cfg = config(32)
     outcomes = launch_at(_layer, cfg.ranks, "threads@cuda", (cfg,))
-    inputs = draw(32, 6.0, seed=3)
+    inputs = draw(32, "6", seed=3)
     source = ExpertWeights.random(cfg, device="cuda")
     for policy in range(3):
         got = [outcome[policy] for outcome in outcomes]

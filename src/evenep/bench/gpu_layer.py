@@ -34,13 +34,14 @@ from ..device.work import DeviceWork
 from ..formats import format_of
 from ..machine import Opening
 from ..plan.bounds import Case, skewed_counts
+from .workloads import Workload
 
 RANKS, EXPERTS, TOP_K, WIDTH, INNER = 8, 896, 16, 3584, 3072
 POLICIES = ("static", "exact", "auto")
 ROOM = 2.5
 """Receive rows of a rank, in means of a full step: 8 ranks of one GPU can't all have the worst."""
 STAGES = ("count", "plan", "dispatch", "experts", "fold", "combine")
-QUEUE_CYCLES = 6_000_000  # the GPU idles about 3 ms while a step is queued, so launches don't show
+QUEUE_CYCLES = 40_000_000  # the GPU idles about 20 ms while a step is queued: no launch shows
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,11 +55,20 @@ class Inputs:
     imbalance: float
 
 
-def draw(tokens: int, max_vio: float, seed: int) -> Inputs:
-    """Router outputs whose popularity has about this max over mean - 1, K distinct per token."""
-    rng = np.random.default_rng(seed)
-    case = Case("", EXPERTS, RANKS, TOP_K, 4096, max_vio)
-    share_E = torch.from_numpy(skewed_counts(case, rng).sum(0)).double().clamp(min=0.1).log().cuda()
+def draw(tokens: int, skew: str, seed: int) -> Inputs:
+    """Router outputs, K distinct experts per token.
+
+    Args:
+        skew: a number: a lognormal popularity with about this max over mean - 1, homes contiguous;
+            or the name of a workload (``bench.workloads``), ``W2`` for a hot rank.
+    """
+    if skew.startswith("W"):
+        log_E = torch.from_numpy(Workload(skew, EXPERTS, TOP_K, RANKS).log_popularity(0))
+    else:
+        case = Case("", EXPERTS, RANKS, TOP_K, 4096, float(skew))
+        counts_RE = skewed_counts(case, np.random.default_rng(seed))
+        log_E = torch.from_numpy(counts_RE.sum(0)).double().clamp(min=0.1).log()
+    share_E = log_E.cuda()
     g = torch.Generator("cuda").manual_seed(seed)
     x, ids, weights = [], [], []
     for _ in range(RANKS):
@@ -68,8 +78,8 @@ def draw(tokens: int, max_vio: float, seed: int) -> Inputs:
         x.append(torch.randn(tokens, WIDTH, generator=g, device="cuda").bfloat16())
     count_E = torch.bincount(torch.cat(ids).flatten(), minlength=EXPERTS).double()
     load_R = count_E.view(RANKS, -1).sum(1)
-    skew, imbalance = count_E.max() / count_E.mean() - 1, load_R.max() / load_R.mean()
-    return Inputs(x, ids, weights, float(skew), float(imbalance))
+    max_vio, imbalance = (float(v.max() / v.mean()) for v in (count_E, load_R))
+    return Inputs(x, ids, weights, max_vio - 1, imbalance)
 
 
 class Virtual:
@@ -165,7 +175,7 @@ def config(tokens: int) -> EPConfig:
 
 
 def _drive(
-    group: EPGroup, cfg: EPConfig, tokens: list[int], skews: list[float], repeats: int,
+    group: EPGroup, cfg: EPConfig, tokens: list[int], skews: list[str], repeats: int,
     engines: dict[int, Engine], ready: threading.Barrier, rows: list[list[str]],
 ) -> None:  # fmt: skip
     source = ExpertWeights.random(cfg, device="cuda")
@@ -183,7 +193,7 @@ def _drive(
 
 def _grid(
     virtual: Virtual, cfg: EPConfig, source: ExpertWeights, tokens: list[int],
-    skews: list[float], repeats: int, rows: list[list[str]],
+    skews: list[str], repeats: int, rows: list[list[str]],
 ) -> None:  # fmt: skip
     for T in tokens:
         for skew in skews:
@@ -212,7 +222,7 @@ def _grid(
                 ratios = [a / b for a, b in zip(base, totals, strict=True)]
                 exposed = max(r.stage_s["fetch"] for r in records)
                 rows.append([
-                    str(T), f"{draws[0].max_vio:.1f}", f"{draws[0].imbalance:.2f}",
+                    f"{T}, {skew}", f"{draws[0].max_vio:.1f}", f"{draws[0].imbalance:.2f}",
                     policy + (" cold" if cold else " warm" if policy == "auto" else ""),
                     f"{statistics.median(totals) * 1e6:.0f}",
                     f"{min(totals) * 1e6:.0f}-{max(totals) * 1e6:.0f}",
@@ -230,7 +240,7 @@ def _cap_routes(cfg: EPConfig, home_rows: int) -> int:
 
 def main(
     tokens: Annotated[str, typer.Option(help="Tokens per rank.")] = "16,128,512,2048,8192",
-    skews: Annotated[str, typer.Option(help="MaxVio of the popularity.")] = "0.2,1,6",
+    skews: Annotated[str, typer.Option(help="MaxVio, or W0 … W7.")] = "0.2,1,6,W2",
     repeats: Annotated[int, typer.Option(help="Timed steps of each kind.")] = 5,
 ) -> None:
     """Layer time of 8 virtual ranks: auto and exact against static, slowest rank counted."""
@@ -239,12 +249,12 @@ def main(
     setattr(buffers, "cap_routes", _cap_routes)  # noqa: B010
     rows: list[list[str]] = []
     ready, engines = threading.Barrier(RANKS), dict[int, Engine]()
-    args = (cfg, sizes, [float(s) for s in skews.split(",")], repeats, engines, ready, rows)
+    args = (cfg, sizes, skews.split(","), repeats, engines, ready, rows)
     launch(_drive, RANKS, "threads", args, device="cuda")
     title = f"8 virtual ranks, {torch.cuda.get_device_name()}, µs; {repeats} steps of each kind"
     table = Table(title=title)
     for name in (
-        "T", "MaxVio", "imbalance", "policy", "layer", "range", "static /", " ".join(STAGES),
+        "T, skew", "MaxVio", "imbalance", "policy", "layer", "range", "static /", " ".join(STAGES),
         "after", "replicas", "exposed", "parity",
     ):  # fmt: skip
         table.add_column(name, justify="right")

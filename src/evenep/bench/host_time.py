@@ -7,11 +7,16 @@ no launch waits for it.
 
 from __future__ import annotations
 
+import cProfile
+import io
+import pstats
 import statistics
 import time
 from collections.abc import Callable
+from typing import Annotated, Any
 
 import torch
+import typer
 from rich.console import Console
 from rich.table import Table
 
@@ -50,7 +55,21 @@ def _microseconds(run: Callable[[], object]) -> list[float]:
     return times
 
 
-def _rank(group: EPGroup, policy: str) -> dict[str, list[float]]:
+def _profiled(run: Callable[[], object]) -> str:
+    """Where the host's time goes, by function."""
+    profile, text = cProfile.Profile(), io.StringIO()
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2 * QUEUE_CYCLES)
+    profile.enable()
+    for _ in range(2 * STEPS):
+        run()
+    profile.disable()
+    torch.cuda.synchronize()
+    pstats.Stats(profile, stream=text).sort_stats("tottime").print_stats(35)
+    return text.getvalue()
+
+
+def _rank(group: EPGroup, policy: str, profile: bool) -> dict[str, Any]:
     cfg = config(group.size, policy)
     g = torch.Generator("cuda").manual_seed(group.rank)
     x = torch.randn(16, cfg.hidden_size, generator=g, device="cuda").bfloat16()
@@ -65,21 +84,27 @@ def _rank(group: EPGroup, policy: str) -> dict[str, list[float]]:
         for _ in range(3):
             step()
         engine.synchronize()
-        found = {"eager": _microseconds(step)}
+        found: dict[str, Any] = {"eager": _microseconds(step)}
+        if profile:
+            found["profile"] = _profiled(step)
         graph = engine.capture(step)
         found["captured"] = _microseconds(graph.replay)
         engine.synchronize()
         return found
 
 
-def main() -> None:
-    """Print the table."""
+def main(
+    profile: Annotated[bool, typer.Option(help="Show where an eager step's time goes.")] = False,
+) -> None:
+    """Host time of one step on a GPU."""
     table = Table(title=f"host time of one step, µs, {torch.cuda.get_device_name()}")
     for name in ("ranks", "transport", "policy", "kind", "median", "range"):
         table.add_column(name, justify="right")
     for ranks, transport in ((1, "threads"), (2, "symm")):
         for policy in ("static", "auto"):
-            found = launch(_rank, ranks, transport, (policy,), device="cuda")[0]
+            found = launch(_rank, ranks, transport, (policy, profile), device="cuda")[0]
+            if text := found.pop("profile", ""):
+                print(text)  # noqa: T201
             for kind, times in found.items():
                 table.add_row(
                     str(ranks), transport, policy, kind, f"{statistics.median(times):.0f}",
@@ -89,4 +114,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    typer.run(main)

@@ -19,6 +19,7 @@ A step's kernels, in order, on the caller's stream (the fetch runs beside, on a 
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -36,6 +37,7 @@ from .buffers import Lane, rows_capacity
 from .measure import measure, measure_planning
 from .planner import DevicePlanner, DeviceResidency
 from .streams import streams_of
+from .timeline import Timelines
 
 
 class DeviceMachine(Machine):
@@ -90,7 +92,9 @@ class DeviceMachine(Machine):
         ring = self.streams.landing(RECORDS * stats.numel(), stats.dtype)
         self.stats_ring = ring.view(RECORDS, stats.numel())
         self.status = self.streams.landing(cfg.in_flight, torch.int32)
-        self.steps = 0
+        self._said = self.status.numpy()
+        self.steps, self.timelines = 0, Timelines(self.streams)
+        self._groups: dict[tuple[int, int, bool, int], Groups] = {}
         self._roomy: set[str] = set()
 
     @property
@@ -109,6 +113,12 @@ class DeviceMachine(Machine):
 
     def groups(self, layer: int, lane: int, *, slots: bool, likely: int) -> Groups:
         """A lane's groups of home experts, or of replicas."""
+        key = (layer, lane, slots, likely)
+        if key not in self._groups:
+            self._groups[key] = self._make_groups(layer, lane, slots=slots, likely=likely)
+        return self._groups[key]
+
+    def _make_groups(self, layer: int, lane: int, *, slots: bool, likely: int) -> Groups:
         plan, home, B = self.lanes[lane].plan, self.store.home_rows, self.cfg.slots
         first, last = (home, home + B) if slots else (0, home)
         row = home + lane * B if slots else 0
@@ -128,7 +138,9 @@ class DeviceMachine(Machine):
         error = self.transport.trouble()
         if error is not None:
             return error
-        said = int(self.status.max())
+        if not self._said.any():
+            return None
+        said = int(np.bitwise_or.reduce(self._said))
         if said & BAD_EXPERT:
             return InputError(
                 explain(
@@ -171,7 +183,7 @@ class DeviceMachine(Machine):
 
     def close(self) -> None:
         self.streams.synchronize()
-        for name in ("store", "lanes", "runner", "planner", "residency"):
+        for name in ("store", "lanes", "runner", "planner", "residency", "_groups"):
             delattr(self, name)
 
     # ---- inside

@@ -140,9 +140,9 @@ def _best(streams: Streams, run: Callable[[], None]) -> float:
     times: list[float] = []
     for _ in range(_REPEATS):
         start, end = (streams.event(timing=True) for _ in range(2))
-        start.record()
+        start.record(streams.current())
         run()
-        end.record()
+        end.record(streams.current())
         end.synchronize()
         times.append(start.elapsed_time(end) / 1e3)
     return min(times)

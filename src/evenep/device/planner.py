@@ -10,18 +10,18 @@ Z statistics.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
-import triton
 from torch import Tensor
 
 from ..config import EPConfig
 from ..errors import InputError, UnsupportedError, explain
 from ..formats import format_of
+from ..kernels.fast_launch import queue
 from ..kernels.plan_candidates import plan_candidates_kernel
 from ..kernels.plan_choose import EPSILONS_FIRST, REFINED
 from ..kernels.plan_cost import CONSTANTS
@@ -163,9 +163,8 @@ class DevicePlanner:
             out.policy = policy
             return
         out.policy = policy
-        stream = triton.runtime.driver.active.get_current_stream(self.device.index)
         for kernel in found.kernels:
-            kernel(stream)
+            queue(kernel.compiled, kernel.programs, *kernel.args)
 
     def _prepare(
         self, counts_RE: Tensor, residency: DeviceResidency, policy: str, out: DevicePlan
@@ -184,7 +183,8 @@ class DevicePlanner:
         def launch(kernel: Any, programs: int, *args: object, warps: int) -> None:
             made = kernel[(programs,)](*args, num_warps=warps)
             if made is not None:
-                launches.append(_Launch(made, programs, args))
+                raw = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
+                launches.append(_Launch(made, programs, raw))
 
         launch(
             plan_totals_kernel,
@@ -468,12 +468,10 @@ class _Prepared:
     out: DevicePlan
 
 
+@dataclass(slots=True)
 class _Launch:
-    """One compiled kernel and its arguments: Triton's own binding costs more than the launch."""
+    """One compiled kernel with its arguments, tensors as addresses."""
 
-    def __init__(self, compiled: Any, programs: int, args: tuple[object, ...]) -> None:
-        self._run: Callable[..., None] = compiled[(programs, 1, 1)]
-        self._args = [a.data_ptr() if isinstance(a, Tensor) else a for a in args]
-
-    def __call__(self, stream: int) -> None:
-        self._run(*self._args, stream=stream)
+    compiled: Any
+    programs: int
+    args: list[object]

@@ -9,17 +9,20 @@ from __future__ import annotations
 import contextlib
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
+from ..transport import current_stream
+
 
 class Event(Protocol):
     """A joint in a stream; ``torch.cuda.Event`` says what each call means."""
 
-    def record(self) -> None: ...
+    def record(self, stream: Any, /) -> None: ...
 
     def synchronize(self) -> None: ...
 
@@ -88,11 +91,17 @@ class CudaStreams(Streams):
         return torch.cuda.Stream(self._device)
 
     def current(self) -> Stream:
-        return torch.cuda.current_stream(self._device)
+        return current_stream(self._device)
 
-    def use(self, stream: Stream) -> AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def use(self, stream: Stream) -> Iterator[None]:
         assert isinstance(stream, torch.cuda.Stream)
-        return torch.cuda.stream(stream)
+        before = current_stream(self._device)
+        torch.cuda.set_stream(stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(before)
 
     def event(self, *, timing: bool) -> Event:
         made: Event = torch.cuda.Event(enable_timing=timing)
@@ -150,7 +159,7 @@ class _Moment:
 
     _at_s = 0.0
 
-    def record(self) -> None:
+    def record(self, stream: Any, /) -> None:
         self._at_s = time.perf_counter()
 
     def synchronize(self) -> None:

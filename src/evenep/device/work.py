@@ -22,7 +22,6 @@ from ..observe import StepRecord
 from ..plan import Plan
 from ..plan.policies import POLICIES
 from ..transport import Tag
-from .timeline import Timeline
 
 if TYPE_CHECKING:
     from .machine import DeviceMachine
@@ -36,7 +35,7 @@ class DeviceWork(Work):
         self._memory = machine.lanes[opening.lane]
         T = opening.ids_TK.shape[0]
         self._dest_TK, self._row_TK = self._memory.dest_SK[:T], self._memory.row_SK[:T]
-        self.timeline = Timeline.start(machine.streams)
+        self.timeline = machine.timelines.start()
         self._fetching = machine.cfg.slots > 0 and opening.policy != "static"
         self._planned_s = 0.0
         self._record: StepRecord | None = None

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fast_launch import FastLaunch
 from .settle import WIDEST, chain_of, real_rows
 from .sizing import ceil_div, num_sms, pow2, split_width
 
@@ -135,6 +136,11 @@ def _combine_compact(
     tl.store(y_TH + t * H + h, y_H.to(tl.bfloat16), mask=h < H)
 
 
+_launch_fold = FastLaunch(_fold)
+_launch_combine_exact = FastLaunch(_combine_exact)
+_launch_combine_compact = FastLaunch(_combine_compact)
+
+
 def fold(
     rows_NH: Tensor,
     weight_N: Tensor | None,
@@ -156,7 +162,8 @@ def fold(
     """
     H, G = rows_NH.shape[1], group_start_G.numel()
     HB = min(pow2(H), WIDEST)
-    _fold[(PER_SM * (sms or num_sms(rows_NH.device)),)](
+    _launch_fold(
+        PER_SM * (sms or num_sms(rows_NH.device)),
         rows_NH, rows_NH if weight_N is None else weight_N, chain_N,
         group_start_G, group_count_G, rows_1, rows_NH.shape[0], longest,
         H=H, HB=HB, PARTS=ceil_div(H, HB), G=G, GP=pow2(G), WEIGHTED=weight_N is not None,
@@ -180,7 +187,8 @@ def combine_exact(
         return
     HB = _least_waste(H, 1024)
     parts = ceil_div(H, HB)
-    _combine_exact[(T * parts,)](
+    _launch_combine_exact(
+        T * parts,
         dest_TK, row_TK, y_TH if weights_TK is None else weights_TK, rows_ptrs_R, y_TH,
         K=dest_TK.shape[1], H=H, HB=HB, PARTS=parts, WEIGHTED=weights_TK is not None,
         AT_ONCE=AT_ONCE, num_warps=HB // 256, enable_fp_fusion=False,
@@ -201,7 +209,8 @@ def combine_compact(dest_TK: Tensor, row_TK: Tensor, rows_ptrs_R: Tensor, y_TH: 
         return
     HB = split_width(H, T, 2 * num_sms(y_TH.device), 512, 2048)
     parts = ceil_div(H, HB)
-    _combine_compact[(T * parts,)](
+    _launch_combine_compact(
+        T * parts,
         dest_TK, row_TK, rows_ptrs_R, y_TH,
         K=K, KP=pow2(K), MOST=min(K, rows_ptrs_R.numel()), H=H, HB=HB, PARTS=parts,
         num_warps=min(HB // 256, 4), enable_fp_fusion=False, maxnreg=REGISTERS,

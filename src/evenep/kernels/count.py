@@ -27,6 +27,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fast_launch import FastLaunch
 from .sizing import ceil_div, pow2
 
 HEADER = 6
@@ -146,6 +147,11 @@ def _check(counts_RW, status, W: tl.constexpr, R: tl.constexpr, RP: tl.constexpr
         tl.atomic_or(status, 1)
 
 
+_launch_count = FastLaunch(_count)
+_launch_push = FastLaunch(_push)
+_launch_check = FastLaunch(_check)
+
+
 def count_routes(ids_TK: Tensor, scratch: RouteScratch, num_experts: int) -> None:
     """Block histograms of this rank's valid routes, into ``scratch``.
 
@@ -158,7 +164,8 @@ def count_routes(ids_TK: Tensor, scratch: RouteScratch, num_experts: int) -> Non
     if N == 0:
         return
     blocks, per_block = blocking(N)
-    _count[(blocks,)](
+    _launch_count(
+        blocks,
         ids_TK, scratch.before_JE, scratch.within_N, scratch.status, N, per_block // SUB,
         E=num_experts, EP=max(pow2(num_experts), SUB), SUB=SUB,
     )  # fmt: skip
@@ -178,7 +185,8 @@ def push_counts(
         ptrs_R: int64, addresses of the counts windows int32 ``[R, HEADER + E]``.
     """
     blocks = blocking(header[4] * scratch.top_k)[0]
-    _push[(ceil_div(num_experts, EXPERTS),)](
+    _launch_push(
+        ceil_div(num_experts, EXPERTS),
         scratch.before_JE, scratch.status, ptrs_R, blocks, *header, me,
         R=ptrs_R.numel(), E=num_experts, JP=pow2(blocks), EB=EXPERTS, HEADER=HEADER,
     )  # fmt: skip
@@ -192,7 +200,7 @@ def check_headers(counts_RW: Tensor, me_status: Tensor) -> None:
         me_status: int32 ``[1]``.
     """
     R, W = counts_RW.shape
-    _check[(1,)](counts_RW, me_status, W=W, R=R, RP=pow2(R), num_warps=1)
+    _launch_check(1, counts_RW, me_status, W=W, R=R, RP=pow2(R), num_warps=1)
 
 
 def count_ref(ids_TK: Tensor, num_experts: int) -> list[int]:

@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fast_launch import FastLaunch
 from .sizing import ceil_div, num_sms, pow2, split_width
 
 WAVES = 2  # programs per multiprocessor below which rows are split
@@ -73,6 +74,9 @@ def _dispatch(
         item += tl.num_programs(0)
 
 
+_launch_dispatch = FastLaunch(_dispatch)
+
+
 def dispatch(
     x_TH: Tensor,
     weights_TK: Tensor | None,
@@ -100,7 +104,8 @@ def dispatch(
     HB = split_width(H, T, WAVES * num_sms(x_TH.device), 512, 8192)
     parts = ceil_div(H, HB)
     programs = T * parts if sms is None else min(T * parts, PER_SM * sms)
-    _dispatch[(programs,)](
+    _launch_dispatch(
+        programs,
         x_TH, x_TH if weights_TK is None else weights_TK, dest_TK, row_TK,
         rows_ptrs_R, chain_ptrs_R, weight_ptrs_R, T,
         K=K, KP=pow2(K), H=H, HB=HB, PARTS=parts, WEIGHTED=weights_TK is not None,

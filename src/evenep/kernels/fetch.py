@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fast_launch import FastLaunch
 from .sizing import pow2
 
 WARPS = 32
@@ -92,6 +93,9 @@ def _fetch(
                     turn = (turn + chunks) % programs
 
 
+_launch_fetch = FastLaunch(_fetch)
+
+
 def fetch_slots(
     slot_B: Tensor,
     moved_B: Tensor,
@@ -115,7 +119,8 @@ def fetch_slots(
     B, (X, R) = slot_B.numel(), src_ptrs_XR.shape
     if B == 0 or X == 0:
         return
-    _fetch[(programs,)](
+    _launch_fetch(
+        programs,
         slot_B, moved_B, home_E, local_E, src_ptrs_XR, dest_ptrs_X,
         B=B, BP=pow2(B), R=R, X=X, ROW_BYTES=tuple(row_bytes_X), CHUNK=CHUNK, num_warps=WARPS,
     )  # fmt: skip

@@ -17,6 +17,7 @@ import triton.language as tl
 from torch import Tensor
 
 from .count import RouteScratch, blocking
+from .fast_launch import FastLaunch
 from .sizing import ceil_div, pow2
 
 
@@ -46,6 +47,9 @@ def _place(
     tl.store(row_N + n, row, mask=n < N)
 
 
+_launch_place = FastLaunch(_place)
+
+
 def place_routes(
     ids_TK: Tensor,
     scratch: RouteScratch,
@@ -70,7 +74,8 @@ def place_routes(
         return
     E, R = take_ER.shape
     block = min(max(2048 // pow2(R), 16), 128)
-    _place[(ceil_div(N, block),)](
+    _launch_place(
+        ceil_div(N, block),
         ids_TK, scratch.before_JE, scratch.within_N, take_ER, row_ER, dest_TK, row_TK,
         N, blocking(N)[1], me, R=R, E=E, RP=pow2(R), BLOCK=block,
     )  # fmt: skip

@@ -16,6 +16,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from .fast_launch import FastLaunch
 from .sizing import ceil_div, num_sms, pow2
 
 PER_SM = 16  # programs per multiprocessor: most rows only follow, and are over at once
@@ -56,6 +57,9 @@ def _settle(
         item += tl.num_programs(0)
 
 
+_launch_settle = FastLaunch(_settle)
+
+
 def settle(
     rows_NH: Tensor,
     weight_N: Tensor | None,
@@ -77,7 +81,8 @@ def settle(
     """
     H, G = rows_NH.shape[1], group_start_G.numel()
     HB = min(pow2(H), WIDEST)
-    _settle[(PER_SM * (sms or num_sms(rows_NH.device)),)](
+    _launch_settle(
+        PER_SM * (sms or num_sms(rows_NH.device)),
         rows_NH, rows_NH if weight_N is None else weight_N, chain_N,
         group_start_G, group_count_G, rows_1, rows_NH.shape[0], longest,
         H=H, HB=HB, PARTS=ceil_div(H, HB), G=G, GP=pow2(G), WEIGHTED=weight_N is not None,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from .base import Put, Tag, Transfer, Transport, Window, WindowSpec
 from .collective import CollectiveTransport
 from .cuda_threads import CudaThreadsTransport
-from .gpu import DeviceTransport, addresses
+from .gpu import DeviceTransport, addresses, current_stream
 from .meeting import Meeting
 from .shm import ShmTransport
 from .symm import SymmTransport
@@ -37,4 +37,5 @@ __all__ = [
     "Window",
     "WindowSpec",
     "addresses",
+    "current_stream",
 ]

@@ -30,7 +30,7 @@ from torch.distributed import PrefixStore
 
 from ..errors import BootstrapError, PeerError, explain
 from .base import Tag, Transfer
-from .gpu import DeviceTransport
+from .gpu import DeviceTransport, current_stream
 from .meeting import Meeting
 from .shm import ShmTransport
 from .stream_waits import Batch, WaitFor, Write
@@ -121,7 +121,7 @@ class SymmTransport(ShmTransport, DeviceTransport):
 
     def gate(self, tag: Tag, lane: int) -> None:
         self._watch.expect(tag, lane)
-        self._gates[lane, GATES.index(tag.phase)].queue(torch.cuda.current_stream(self.device))
+        self._gates[lane, GATES.index(tag.phase)].queue(current_stream(self.device))
 
     def barrier(self, tag: Tag, timeout_s: float | None = None) -> None:
         torch.cuda.current_stream(self.device).synchronize()
