@@ -239,6 +239,29 @@ def test_auto_rests_where_its_searches_do_not_pay_and_all_ranks_rest_together() 
     assert rested[0].count("static") >= 4
 
 
+def _searches_again(group: EPGroup, cfg: EPConfig, inputs: Inputs, hardware: Hardware) -> list[str]:
+    source = ExpertWeights.random(cfg, layers=2)
+    with Engine(cfg, group, source, hardware=hardware) as engine:
+        for step in range(4):
+            for layer in source.layers:
+                engine(*inputs.of(group.rank), layer=layer)
+            if step == 2:
+                engine.update_weights(1, source)
+        return [record.chosen for record in engine.records]
+
+
+def test_new_weights_end_the_rest_of_their_layer_only() -> None:
+    cfg = config()
+    inputs = Inputs.skewed(cfg, [20, 20, 20])
+    plan = evenep.plan(counts_of(cfg, inputs), cfg, hardware=EAGER)
+    won_ps = round((plan.stats.static_time_s - plan.stats.time_s) * 1e12)
+    slow = dataclasses.replace(EAGER, plan_ps=won_ps + 1)
+    chosen = launch(_searches_again, 3, "threads", (cfg, inputs, slow))[0]
+    rests = [name == "static" for name in chosen]
+    assert rests[0::2] == [False, True, False, True]
+    assert rests[1::2] == [False, True, False, False]
+
+
 def counts_of(cfg: EPConfig, inputs: Inputs) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
     """``[R, E]`` counts of a step's inputs."""
     ids = [inputs.of(r)[1].reshape(-1).numpy() for r in range(cfg.ranks)]

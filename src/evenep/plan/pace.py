@@ -1,6 +1,7 @@
 """How often ``auto`` searches: seldom while its searches win back less than they cost.
 
-One pace per layer and lane. It depends only on plans and agreed constants, so every rank keeps the same one.
+One pace per layer and lane. It depends only on plans and agreed constants, so every rank keeps the
+same one.
 """
 
 from __future__ import annotations
