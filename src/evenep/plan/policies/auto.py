@@ -24,7 +24,7 @@ MANY_RANKS = 16  # beyond it a step of climbing costs a GPU more and wins the la
 
 
 def refine_effort(experts: int, ranks: int) -> tuple[int, int]:
-    """``(starts, steps)`` of hill climbing: it ends in different places, and first steps win most."""
+    """``(starts, steps)`` of hill climbing: it ends in different places; first steps win most."""
     if experts * ranks <= SMALL:
         return 3, 32
     return 1, 8 if ranks <= MANY_RANKS else 2
