@@ -178,8 +178,8 @@ class DeviceMachine(Machine):
         self.streams.synchronize()
 
     def synchronize(self) -> None:
-        self.fetch_stream.synchronize()
-        self.streams.current().synchronize()
+        self.streams.synchronize()  # steps may have been queued on any stream
+        self.transport.settled()
 
     def close(self) -> None:
         self.streams.synchronize()

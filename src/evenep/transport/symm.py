@@ -20,6 +20,7 @@ its own pads so that the stuck streams run dry.
 from __future__ import annotations
 
 import contextlib
+import threading
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -28,8 +29,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from ..errors import BootstrapError, PeerError, explain
-from .base import Tag, Transfer
+from ..errors import BootstrapError, EvenEPError, PeerError, explain
+from .base import Tag, Transfer, root_cause
+from .board import FAILED
 from .gpu import DeviceTransport, current_stream
 from .meeting import Meeting
 from .shm import ShmTransport
@@ -53,6 +55,7 @@ class SymmTransport(ShmTransport, DeviceTransport):
         self._kept: list[object] = []  # handles and stores that torch doesn't keep alive
         self._fetch_stream = torch.cuda.Stream(self.device)
         self._pads: list[Tensor] = []
+        self._word, self._ending = threading.Lock(), False
         super().__init__(meeting, lanes=lanes, gather_words=gather_words)
         words = (lanes + 1) * len(GATES) * self.size
         self._pads = [m.view(torch.int32) for m in self._share_windows(4 * words)]
@@ -66,6 +69,7 @@ class SymmTransport(ShmTransport, DeviceTransport):
             GATES,
             self.rank,
             self._judge,
+            self._tell,
         )
 
     # ---- memory
@@ -150,7 +154,7 @@ class SymmTransport(ShmTransport, DeviceTransport):
         graph.replay()
 
     def _join(self, lane: int) -> None:
-        if self._pads and not self.closed:  # neither while this is being built nor at its end
+        if self._pads and not self._ending:  # neither while this is being built nor at its end
             turn = GATES.index("odd" if self._counts[lane] % 2 else "even")
             self._gates[lane, turn].queue(torch.cuda.current_stream(self.device))
 
@@ -175,12 +179,28 @@ class SymmTransport(ShmTransport, DeviceTransport):
     def follow(self, counter_1: Tensor) -> None:
         self._watch.follow(counter_1)
 
-    def trouble(self) -> PeerError | None:
-        """What the watch found, once."""
+    def trouble(self) -> EvenEPError | None:
+        """What the watch found first since the last reset."""
         return self._watch.trouble()
 
+    def settled(self) -> None:
+        # A peer that gave up lets its streams run dry, and they signal as they go: my gates may
+        # have opened on words that mean nothing. It left its own word before the first of them.
+        peers = [p for p in self._board.failed(self._meeting.generation) if p != self.rank]
+        error = self._diagnose(peers, self._watch.last, None) if peers else None
+        if error is not None:
+            self._watch.found(error)
+
+    def _tell(self, error: EvenEPError) -> None:
+        """Word of a failure on the board only: the store may take its time."""
+        with self._word:
+            if self.rank not in self._board.failed(self._meeting.generation):
+                word = root_cause(error, self.rank)
+                self._board.set_fault(self.rank, FAILED, word, self._meeting.generation)
+
     def fail(self, error: BaseException) -> None:
-        super().fail(error)
+        with self._word:
+            super().fail(error)
         if not self.closed:
             self._watch.release()
 
@@ -193,8 +213,14 @@ class SymmTransport(ShmTransport, DeviceTransport):
     def close(self, *, orderly: bool = True) -> None:
         if self.closed:
             return
+        self._ending = True
         try:
             torch.cuda.synchronize(self.device)
-            super().close(orderly=orderly)
+            self._watch.stop()  # nothing waits any more, and the board goes now
         finally:
-            self._watch.stop()
+            try:
+                super().close(orderly=orderly)
+            finally:
+                self._watch.stop()
+                self._kept.clear()  # whoever keeps a closed engine doesn't keep its memory
+                self._pads, self._gates = [], {}
