@@ -21,8 +21,8 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -43,6 +43,8 @@ GATES = ("counts", "dispatch", "combine", "leave", "even", "odd")
 turns behind waits of the host, so that none is signalled twice in a row."""
 
 _ALIGN = 256
+
+Made = TypeVar("Made")
 
 
 class SymmTransport(ShmTransport, DeviceTransport):
@@ -75,10 +77,19 @@ class SymmTransport(ShmTransport, DeviceTransport):
     # ---- memory
 
     def _share_windows(self, nbytes: int) -> list[Tensor]:
-        """Symmetric memory of ``nbytes`` on every rank, zeroed. All succeed or all fail."""
-        memories, failed = [], ""
+        """Symmetric memory of ``nbytes`` on every rank, zeroed. All succeed or all fail.
+
+        In two steps, because a rank without memory would leave its peers in torch's rendezvous,
+        where nobody hears why it doesn't come.
+        """
+        memory = self._all(lambda: self._allocate(nbytes), nbytes)
+        return self._all(lambda: self._rendezvous(memory, nbytes), nbytes)
+
+    def _all(self, make: Callable[[], Made], nbytes: int) -> Made:
+        """What ``make`` returns if it does so on every rank."""
+        made, failed = None, ""
         try:
-            memories = self._rendezvous(nbytes)
+            made = make()
         except Exception as error:  # torch raises many kinds; every rank must hear of it
             failed = f"{type(error).__name__}: {error}"
         said = self._meeting.exchange(failed, Tag("construct"))
@@ -93,14 +104,23 @@ class SymmTransport(ShmTransport, DeviceTransport):
                         "that share a GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1",
                     )
                 )
-        return memories
+        assert made is not None
+        return made
 
-    def _rendezvous(self, nbytes: int) -> list[Tensor]:
+    def _allocate(self, nbytes: int) -> Tensor:
+        c10d: Any = torch._C._distributed_c10d
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        memory: Tensor = c10d._SymmetricMemory.empty_strided_p2p(
+            (size,), (1,), torch.uint8, self.device
+        )
+        return memory
+
+    def _rendezvous(self, memory: Tensor, nbytes: int) -> list[Tensor]:
         """torch finds the ranks of a rendezvous under the name of a process group: one of ours,
         which has a store and no backend, so that nothing is asked of the job's groups."""
         c10d: Any = torch._C._distributed_c10d
         name = f"{self._meeting.prefix}/symm/{self._meeting.generation}/{len(self._kept)}"
-        size = -(-nbytes // _ALIGN) * _ALIGN
+        size = memory.numel()
         store = PrefixStore(name, self._meeting.store.raw)
         ranks: Any = dist.ProcessGroup(store, self.rank, self.size)
         ranks._set_group_name(name)
@@ -108,7 +128,6 @@ class SymmTransport(ShmTransport, DeviceTransport):
         try:
             symmetric = c10d._SymmetricMemory
             symmetric.set_group_info(name, self.rank, self.size, store)
-            memory = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, self.device, name)
             handle = symmetric.rendezvous(memory, name)
         finally:
             c10d._unregister_process_group(name)
