@@ -214,6 +214,7 @@ class Engine:
             StateError: on the default stream, which can't be captured.
         """
         self.require_usable("capture")
+        self.require_idle("capture")
         if self.group.device != "cuda":
             raise UnsupportedError(
                 explain("graphs are captured on GPUs", where="Engine.capture", got="device 'cpu'")
@@ -265,8 +266,7 @@ class Engine:
                     got=list(experts.layers),
                 )
             )
-        if any(self._steps):
-            raise StateError(explain("a step is in flight", where="Engine.update_weights"))
+        self.require_idle("update_weights")
         try:
             tag, patience_s = Tag("construct", layer), self.cfg.load_timeout_s
             self._machine.synchronize()
@@ -354,6 +354,11 @@ class Engine:
                     fix="call reset() on every rank, or close the engine",
                 )
             )
+
+    def require_idle(self, verb: str) -> None:
+        """Refuse while a step is open."""
+        if any(self._steps):
+            raise StateError(explain("a step is in flight", where=f"Engine.{verb}"))
 
     def end_step(self, lane: int, record: Callable[[], StepRecord]) -> None:
         """Take a lane's lease back."""

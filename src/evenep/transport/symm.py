@@ -164,8 +164,11 @@ class SymmTransport(ShmTransport, DeviceTransport):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             yield
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
         self._meet(Tag("construct"), self.lanes)
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
