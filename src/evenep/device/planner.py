@@ -30,6 +30,7 @@ from ..kernels.plan_runs import STATS, plan_runs_kernel
 from ..kernels.plan_slots import AUTO, BOUNDED, EXACT, STATIC, plan_slots_kernel
 from ..kernels.plan_totals import TILE, plan_totals_kernel
 from ..plan import Fetch, Hardware, Placement, Plan, PlanStats, Residency
+from ..plan.capacity import cap_routes, receive_rows
 from ..plan.cost import PS
 from ..plan.layout import build_layout
 from ..plan.policies.auto import EPSILONS
@@ -78,6 +79,8 @@ class DevicePlanner:
             device = torch.device("cuda", torch.cuda.current_device())
         self.cfg, self.placement, self.rank, self.device = cfg, placement, rank, device
         self._sizes = Sizes(R, E, cfg.slots, max(placement.max_experts_per_rank, 1))
+        cap = cap_routes(cfg, self._sizes.L)
+        self.capacity = receive_rows(cap, self._sizes.L + cfg.slots, cfg.row_alignment)
         epsilons = [cfg.epsilon, *sorted(EPSILONS, reverse=True)]
         self._millionths_N = torch.tensor(
             [10**6 + round(e * 10**6) for e in epsilons], dtype=torch.int64, device=device
@@ -323,6 +326,7 @@ class DevicePlanner:
             copies,
             0 if policy == "auto" else MODES[policy],
             align,
+            self.capacity,
             warps=4 if s.EP <= 1024 else 8,
         )
         block = max(1, 512 // s.RP)

@@ -75,6 +75,7 @@ class DeviceWork(Work):
             machine.rank,
             self._dest_TK,
             self._row_TK,
+            machine.capacity,
         )
         machine.stats_ring[self._ring].copy_(memory.plan.stats, non_blocking=True)
         self.timeline.mark("plan")
