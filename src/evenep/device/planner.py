@@ -21,6 +21,7 @@ from torch import Tensor
 from ..config import EPConfig
 from ..errors import InputError, UnsupportedError, explain
 from ..formats import format_of
+from ..kernels.dispatch import MAX_TOP_K
 from ..kernels.fast_launch import queue
 from ..kernels.plan_candidates import plan_candidates_kernel
 from ..kernels.plan_choose import EPSILONS_FIRST, REFINED
@@ -66,13 +67,13 @@ class DevicePlanner:
         device: torch.device,
     ) -> None:
         R, E = placement.ranks, placement.num_experts
-        if R > MAX_RANKS or E > MAX_EXPERTS:
+        if R > MAX_RANKS or E > MAX_EXPERTS or cfg.top_k > MAX_TOP_K:
             raise UnsupportedError(
                 explain(
                     "too large to plan on a device",
                     where="DevicePlanner",
-                    expected=f"at most {MAX_RANKS} ranks and {MAX_EXPERTS} experts",
-                    got=f"{R} ranks and {E} experts",
+                    expected=f"at most {MAX_RANKS} ranks, {MAX_EXPERTS} experts, top {MAX_TOP_K}",
+                    got=f"{R} ranks, {E} experts, top {cfg.top_k}",
                 )
             )
         if device.type == "cuda" and device.index is None:
