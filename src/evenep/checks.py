@@ -13,7 +13,9 @@ from .errors import ConfigError, InputError, explain
 from .support import require
 
 
-def check_rows(cfg: EPConfig, device: str, x_TH: Tensor, tokens: int, name: str = "x_TH") -> None:
+def check_rows(
+    cfg: EPConfig, device: torch.device, x_TH: Tensor, tokens: int, name: str = "x_TH"
+) -> None:
     """Refuse rows of the wrong device, dtype or shape."""
     _require_device(x_TH, device, name)
     require("dtype", str(x_TH.dtype).removeprefix("torch."), where=f"Engine: {name}")
@@ -25,23 +27,21 @@ def check_rows(cfg: EPConfig, device: str, x_TH: Tensor, tokens: int, name: str 
     _refuse_gradient(x_TH, name)
 
 
-def check_out(cfg: EPConfig, out_TH: Tensor, device: str, ids_TK: Tensor) -> None:
+def check_out(cfg: EPConfig, out_TH: Tensor, device: torch.device, ids_TK: Tensor) -> None:
     """Refuse a tensor that the step's output can't be written into."""
     check_rows(cfg, device, out_TH, ids_TK.shape[0], "out")
     if not out_TH.is_contiguous():
         raise InputError(explain("not contiguous", where="out", got=f"strides {out_TH.stride()}"))
 
 
-def _require_device(tensor: Tensor, device: str, name: str) -> None:
+def _require_device(tensor: Tensor, device: torch.device, name: str) -> None:
     require("device", tensor.device.type, where=f"Engine: {name}")
-    if tensor.device.type != device:
-        raise InputError(
-            explain("wrong device", where=name, expected=device, got=tensor.device.type)
-        )
+    if tensor.device != device:
+        raise InputError(explain("wrong device", where=name, expected=device, got=tensor.device))
 
 
 def check_routing(
-    cfg: EPConfig, device: str, ids_TK: Tensor, weights_TK: Tensor, *, values: bool
+    cfg: EPConfig, device: torch.device, ids_TK: Tensor, weights_TK: Tensor, *, values: bool
 ) -> None:
     """Refuse router output of the wrong device, dtype or shape; ``values``: or range.
 

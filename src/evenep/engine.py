@@ -139,9 +139,9 @@ class Engine:
             PeerError: a peer died, stopped or failed; the engine is poisoned until ``reset``.
         """
         self._check(topk_ids_TK, topk_weights_TK)
-        check_rows(self.cfg, self.group.device, x_TH, topk_ids_TK.shape[0])
+        check_rows(self.cfg, self.transport.device, x_TH, topk_ids_TK.shape[0])
         if out is not None:
-            check_out(self.cfg, out, self.group.device, topk_ids_TK)
+            check_out(self.cfg, out, self.transport.device, topk_ids_TK)
         self.require_usable("begin")
         step = self._begin(topk_ids_TK, topk_weights_TK, layer, policy)
         step.dispatch(x_TH)
@@ -214,6 +214,7 @@ class Engine:
             StateError: on the default stream, which can't be captured.
         """
         self.require_usable("capture")
+        self.require_idle("capture")
         if self.group.device != "cuda":
             raise UnsupportedError(
                 explain("graphs are captured on GPUs", where="Engine.capture", got="device 'cpu'")
@@ -265,8 +266,7 @@ class Engine:
                     got=list(experts.layers),
                 )
             )
-        if any(self._steps):
-            raise StateError(explain("a step is in flight", where="Engine.update_weights"))
+        self.require_idle("update_weights")
         try:
             tag, patience_s = Tag("construct", layer), self.cfg.load_timeout_s
             self._machine.synchronize()
@@ -355,6 +355,11 @@ class Engine:
                 )
             )
 
+    def require_idle(self, verb: str) -> None:
+        """Refuse while a step is open."""
+        if any(self._steps):
+            raise StateError(explain("a step is in flight", where=f"Engine.{verb}"))
+
     def end_step(self, lane: int, record: Callable[[], StepRecord]) -> None:
         """Take a lane's lease back."""
         self._steps[lane] = None
@@ -382,7 +387,7 @@ class Engine:
 
     def _check(self, ids_TK: Tensor, weights_TK: Tensor) -> None:
         values = self._machine.may_look()
-        check_routing(self.cfg, self.group.device, ids_TK, weights_TK, values=values)
+        check_routing(self.cfg, self.transport.device, ids_TK, weights_TK, values=values)
 
     def _free_lane(self) -> int:
         for lane, step in enumerate(self._steps):

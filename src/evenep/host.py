@@ -185,6 +185,7 @@ class HostWork(Work):
     def end(self) -> None:
         machine, arrived = self._machine, self._arrived
         self._arrived = None
+        del self._routes  # the step's record keeps this object for a long time
         if machine.poison and arrived is not None:
             # Peers may still be pulling: only this debug mode needs to know when they are done.
             nothing = torch.zeros(0, dtype=torch.int64)

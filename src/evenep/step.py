@@ -65,7 +65,9 @@ class Step:
     def dispatch(self, x_TH: Tensor) -> None:
         """Write this rank's rows to their experts' ranks. ``x_TH``: BF16 ``[T, H]``."""
         self._require(State.PLANNED, "dispatch")
-        check_rows(self._engine.cfg, self._engine.group.device, x_TH, self._opening.ids_TK.shape[0])
+        check_rows(
+            self._engine.cfg, self._engine.transport.device, x_TH, self._opening.ids_TK.shape[0]
+        )
         with self._doing():
             self._work.dispatch(x_TH)
         self.state = State.DISPATCHED
@@ -92,7 +94,7 @@ class Step:
         """
         self._require(State.COMPUTED, "combine")
         if out is not None:
-            check_out(self._engine.cfg, out, self._engine.group.device, self._opening.ids_TK)
+            check_out(self._engine.cfg, out, self._engine.transport.device, self._opening.ids_TK)
         with self._doing():
             y_TH = self._work.combine(out)
             self.state = State.ENDED

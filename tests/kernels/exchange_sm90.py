@@ -26,7 +26,9 @@ def launch_all() -> None:
         for ids_TK in (ints_TK, ints_TK.long()):
             count.count_routes(ids_TK, scratch, E)
             take_ER = torch.zeros(E, R, dtype=torch.int32)
-            positions.place_routes(ids_TK, scratch, take_ER, take_ER, 1, ints_TK, ints_TK)
+            positions.place_routes(
+                ids_TK, scratch, take_ER, take_ER, 1, ints_TK, ints_TK, 2**31 - 1
+            )
         count.push_counts(scratch, (0, 1, 2, 3, T), ptrs_R, 1, E)
         for H in (3584, 7168):
             x_TH = torch.zeros(T, H, dtype=torch.bfloat16)

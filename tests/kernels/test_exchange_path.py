@@ -94,7 +94,7 @@ def test_from_ids_to_sums_as_if_there_were_no_exchange(
     for me, (ids_TK, scratch) in enumerate(zip(traffic.ids, scratches, strict=True)):
         take_ER, row_ER = shares(traffic.plan.runs(me), E, R)
         dest_TK, row_TK = (ints(torch.full(ids_TK.shape, STALE)) for _ in range(2))
-        place_routes(ids_TK.to(DEV), scratch, take_ER, row_ER, me, dest_TK, row_TK)
+        place_routes(ids_TK.to(DEV), scratch, take_ER, row_ER, me, dest_TK, row_TK, 2**31 - 1)
         dispatch(x[me], weights[me], dest_TK, row_TK, *tables)
         places.append((dest_TK, row_TK))
 

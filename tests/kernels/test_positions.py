@@ -32,7 +32,7 @@ def place(ids_TK: Tensor, take_ER: Tensor, row_ER: Tensor, me: int) -> tuple[Ten
     count_routes(ids_TK, scratch, E)
     push_counts(scratch, (0, 0, 0, 0, T), addresses([window] * R), me, E)
     dest_TK, row_TK = (ints(torch.full((T, K), STALE)) for _ in range(2))
-    place_routes(ids_TK, scratch, take_ER, row_ER, me, dest_TK, row_TK)
+    place_routes(ids_TK, scratch, take_ER, row_ER, me, dest_TK, row_TK, 2**31 - 1)
     return dest_TK, row_TK
 
 

@@ -180,7 +180,7 @@ def route_call(case: Case) -> tuple[Callable[[], None], Tensor, Tensor]:
         assert counts.numel()  # kept alive: kernels only know its addresses
         count_routes(case.ids_TK, scratch, EXPERTS)
         push_counts(scratch, (0, 0, 0, 0, T), ptrs_R, 0, EXPERTS)
-        place_routes(case.ids_TK, scratch, case.take_ER, case.row_ER, 0, dest_TK, row_TK)
+        place_routes(case.ids_TK, scratch, case.take_ER, case.row_ER, 0, dest_TK, row_TK, 2**31 - 1)
 
     return route, dest_TK, row_TK
 

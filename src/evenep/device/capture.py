@@ -35,10 +35,16 @@ class Captured(Generic[Result]):
             )
         assert isinstance(engine.transport, DeviceTransport)
         self._engine, self._graph = engine, torch.cuda.CUDAGraph()
-        fn()  # kernels compile and caches fill before anything is recorded
-        engine.synchronize()
-        with engine.transport.capture(self._graph), engine.collect_records() as self._records:
-            self.result = fn()
+        self._fn = fn  # a replay reads and writes the tensors that it holds
+        try:
+            fn()  # kernels compile and caches fill before anything is recorded
+            engine.synchronize()
+            with engine.transport.capture(self._graph), engine.collect_records() as self._records:
+                self.result = fn()
+            engine.require_idle("capture")
+        except BaseException as error:
+            engine.poison(error)  # peers wait to meet this rank, and its lanes may be half used
+            raise
 
     @property
     def records(self) -> list[StepRecord]:
@@ -49,6 +55,7 @@ class Captured(Generic[Result]):
     def replay(self) -> Result:
         """Queue it again on the current stream. Collective, like the steps inside."""
         self._engine.require_usable("replay")
+        self._engine.require_idle("replay")  # it uses the lanes it was recorded on
         assert isinstance(self._engine.transport, DeviceTransport)
         try:
             self._engine.transport.replay(self._graph)

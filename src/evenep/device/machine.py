@@ -19,6 +19,8 @@ A step's kernels, in order, on the caller's stream (the fetch runs beside, on a 
 
 from __future__ import annotations
 
+import hashlib
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -51,6 +53,7 @@ class DeviceMachine(Machine):
         self.poison, self._debug = setup.settings.poison, setup.settings.debug
         cfg, device = setup.cfg, self.device
         self.runner: DeviceRunner = make_device_runner(cfg, device)
+        self._require_same_layout()
         self.store = ExpertStore(
             cfg, setup.placement, setup.transport, setup.experts.layers, self.runner
         )
@@ -178,8 +181,8 @@ class DeviceMachine(Machine):
         self.streams.synchronize()
 
     def synchronize(self) -> None:
-        self.fetch_stream.synchronize()
-        self.streams.current().synchronize()
+        self.streams.synchronize()  # steps may have been queued on any stream
+        self.transport.settled()
 
     def close(self) -> None:
         self.streams.synchronize()
@@ -187,6 +190,25 @@ class DeviceMachine(Machine):
             delattr(self, name)
 
     # ---- inside
+
+    def _require_same_layout(self) -> None:
+        """Replicas are plain copies of bytes: every rank must keep them alike. Collective.
+
+        ``runner='auto'`` looks at this rank's GPU and Triton, which no peer can see (C9).
+        """
+        specs = [(s.name, tuple(s.shape), str(s.dtype)) for s in self.runner.specs()]
+        text = repr([self.runner.name, specs]).encode()
+        mine = int(hashlib.sha256(text).hexdigest()[:12], 16)
+        said = self.transport.all_gather(torch.tensor([mine]), Tag("construct"), 0).flatten()
+        if (said != said[0]).any():
+            raise AgreementError(
+                explain(
+                    "ranks picked different runners",
+                    where=f"rank {self.rank}",
+                    got=f"'{self.runner.name}' here",
+                    fix="configure runner='triton', which runs everywhere",
+                )
+            )
 
     def _require_room(self, policy: str) -> None:
         """Refuse a policy that may put more on a rank than was allocated.

@@ -13,13 +13,7 @@ import torch
 from torch import Tensor
 
 from ..plan import Residency
-from ..plan.policies.auto import (
-    EPSILONS,
-    REFINE_STARTS,
-    REFINE_STEPS,
-    REFINE_STEPS_SMALL,
-    SMALL,
-)
+from ..plan.policies.auto import EPSILONS, refine_effort
 
 WARP = 32
 
@@ -125,11 +119,11 @@ class Sizes:
 
     @property
     def copies(self) -> int:
-        return REFINE_STARTS if self.E * self.R <= SMALL else 1
+        return refine_effort(self.E, self.R)[0]
 
     @property
     def steps(self) -> int:
-        return REFINE_STEPS_SMALL if self.E * self.R <= SMALL else REFINE_STEPS
+        return refine_effort(self.E, self.R)[1]
 
     def scratch(self, device: torch.device) -> dict[str, Tensor]:
         C, S = 2 * (1 + len(EPSILONS)) + 1, self.copies

@@ -21,6 +21,7 @@ from torch import Tensor
 from ..config import EPConfig
 from ..errors import InputError, UnsupportedError, explain
 from ..formats import format_of
+from ..kernels.dispatch import MAX_TOP_K
 from ..kernels.fast_launch import queue
 from ..kernels.plan_candidates import plan_candidates_kernel
 from ..kernels.plan_choose import EPSILONS_FIRST, REFINED
@@ -30,6 +31,7 @@ from ..kernels.plan_runs import STATS, plan_runs_kernel
 from ..kernels.plan_slots import AUTO, BOUNDED, EXACT, STATIC, plan_slots_kernel
 from ..kernels.plan_totals import TILE, plan_totals_kernel
 from ..plan import Fetch, Hardware, Placement, Plan, PlanStats, Residency
+from ..plan.capacity import cap_routes, receive_rows
 from ..plan.cost import PS
 from ..plan.layout import build_layout
 from ..plan.policies.auto import EPSILONS
@@ -65,19 +67,21 @@ class DevicePlanner:
         device: torch.device,
     ) -> None:
         R, E = placement.ranks, placement.num_experts
-        if R > MAX_RANKS or E > MAX_EXPERTS:
+        if R > MAX_RANKS or E > MAX_EXPERTS or cfg.top_k > MAX_TOP_K:
             raise UnsupportedError(
                 explain(
                     "too large to plan on a device",
                     where="DevicePlanner",
-                    expected=f"at most {MAX_RANKS} ranks and {MAX_EXPERTS} experts",
-                    got=f"{R} ranks and {E} experts",
+                    expected=f"at most {MAX_RANKS} ranks, {MAX_EXPERTS} experts, top {MAX_TOP_K}",
+                    got=f"{R} ranks, {E} experts, top {cfg.top_k}",
                 )
             )
         if device.type == "cuda" and device.index is None:
             device = torch.device("cuda", torch.cuda.current_device())
         self.cfg, self.placement, self.rank, self.device = cfg, placement, rank, device
         self._sizes = Sizes(R, E, cfg.slots, max(placement.max_experts_per_rank, 1))
+        cap = cap_routes(cfg, self._sizes.L)
+        self.capacity = receive_rows(cap, self._sizes.L + cfg.slots, cfg.row_alignment)
         epsilons = [cfg.epsilon, *sorted(EPSILONS, reverse=True)]
         self._millionths_N = torch.tensor(
             [10**6 + round(e * 10**6) for e in epsilons], dtype=torch.int64, device=device
@@ -323,6 +327,7 @@ class DevicePlanner:
             copies,
             0 if policy == "auto" else MODES[policy],
             align,
+            self.capacity,
             warps=4 if s.EP <= 1024 else 8,
         )
         block = max(1, 512 // s.RP)

@@ -5,6 +5,7 @@ T tokens, K top-k, H row width.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -17,6 +18,7 @@ from ..kernels.dispatch import dispatch
 from ..kernels.fetch import FETCH_PROGRAMS, fetch_slots
 from ..kernels.positions import place_routes
 from ..kernels.settle import settle
+from ..kernels.sizing import pow2
 from ..machine import RECORDS, Opening, Work
 from ..observe import StepRecord
 from ..plan import Plan
@@ -73,6 +75,7 @@ class DeviceWork(Work):
             machine.rank,
             self._dest_TK,
             self._row_TK,
+            machine.capacity,
         )
         machine.stats_ring[self._ring].copy_(memory.plan.stats, non_blocking=True)
         self.timeline.mark("plan")
@@ -189,6 +192,9 @@ class DeviceWork(Work):
         return self._memory.rows.local[: int(self._memory.plan.rows_1)]
 
     def end(self) -> None:
+        # Thousands of records are kept; they must not keep the router's outputs.
+        nothing = self._opening.ids_TK[:0].clone(), self._opening.weights_TK[:0].clone()
+        self._opening = replace(self._opening, ids_TK=nothing[0], weights_TK=nothing[1])
         if self._machine.poison:
             self.gate("leave")  # peers may still be reading
             self._memory.poison()
@@ -207,7 +213,7 @@ class DeviceWork(Work):
             self._record = StepRecord(
                 layer=opening.layer,
                 epoch=opening.epoch,
-                tokens=opening.ids_TK.shape[0],
+                tokens=self._dest_TK.shape[0],
                 **stats,
             )
             self.timeline.fill(self._record)
@@ -231,7 +237,7 @@ class DeviceWork(Work):
         T = self._opening.ids_TK.shape[0]
         mean = T * cfg.top_k * cfg.ranks / cfg.num_experts
         groups = machine.groups(
-            self._opening.layer, self._opening.lane, slots=slots, likely=max(1, round(2 * mean))
+            self._opening.layer, self._opening.lane, slots=slots, likely=pow2(round(2 * mean))
         )
         weight_N = self._memory.weight.local if cfg.route_weight != "output" else None
         leave = FETCH_PROGRAMS if self._fetching and not slots else 0

@@ -25,6 +25,7 @@ from .fast_launch import FastLaunch
 from .sizing import ceil_div, num_sms, pow2, split_width
 
 WAVES = 2  # programs per multiprocessor below which rows are split
+MAX_TOP_K = 64
 PER_SM = 8  # programs per multiprocessor where their number is limited
 
 
@@ -99,6 +100,7 @@ def dispatch(
     """
     T, H = x_TH.shape
     K = dest_TK.shape[1]
+    assert K <= MAX_TOP_K, "leaders are bits of one int64"
     if T == 0:
         return
     HB = split_width(H, T, WAVES * num_sms(x_TH.device), 512, 8192)

@@ -99,6 +99,7 @@ def plan_slots_kernel(
     COPIES: tl.constexpr,
     CHOSEN: tl.constexpr,
     ALIGN: tl.constexpr,
+    CAP: tl.constexpr,
 ):
     rank = tl.program_id(0)
     expert_E = tl.arange(0, EP)
@@ -189,17 +190,20 @@ def plan_slots_kernel(
     rows = tl.sum(padded_L, axis=0)
     mine = rank == tl.load(constants + 7).to(tl.int32)
     tl.store(group_start_G + place_L, start_L, mask=(place_L < L) & mine)
-    tl.store(group_count_G + place_L, count_L, mask=(place_L < L) & mine)
+    # Counts that a failed peer left half written may ask for more rows than there are.
+    fit_L = tl.minimum(count_L, tl.maximum(CAP - start_L, 0))
+    tl.store(group_count_G + place_L, fit_L, mask=(place_L < L) & mine)
     if B > 0:
         count_B = tl.load(alloc_ER + slots_B * R + rank, mask=filled_B, other=0)
         padded_B = ceil_rows(count_B, ALIGN)
         start_B = rows + tl.cumsum(padded_B, axis=0) - padded_B
         tl.store(start_ER + slots_B * R + rank, start_B, mask=count_B > 0)
         tl.store(group_start_G + L + slot_B, start_B, mask=real_B & mine)
-        tl.store(group_count_G + L + slot_B, count_B, mask=real_B & mine)
+        fit_B = tl.minimum(count_B, tl.maximum(CAP - start_B, 0))
+        tl.store(group_count_G + L + slot_B, fit_B, mask=real_B & mine)
         rows += tl.sum(padded_B, axis=0)
     if mine:
-        tl.store(rows_1, rows)
+        tl.store(rows_1, tl.minimum(rows, CAP))
     foreign_E = tl.where(wanted_E > 0, routes_E, 0)
     tl.store(part_RZ + rank * 3, tl.sum(wanted_E, axis=0))
     tl.store(part_RZ + rank * 3 + 1, fetches)

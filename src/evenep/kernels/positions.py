@@ -21,9 +21,9 @@ from .fast_launch import FastLaunch
 from .sizing import ceil_div, pow2
 
 
-@triton.jit(do_not_specialize=["N", "per_block", "me"])
+@triton.jit(do_not_specialize=["N", "per_block", "me", "rows"])
 def _place(
-    ids_N, before_JE, within_N, take_ER, row_ER, dest_N, row_N, N, per_block, me,
+    ids_N, before_JE, within_N, take_ER, row_ER, dest_N, row_N, N, per_block, me, rows,
     R: tl.constexpr, E: tl.constexpr, RP: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -43,8 +43,10 @@ def _place(
     found = tl.max(mine.to(tl.int32), axis=1) > 0
     dest = tl.where(found, tl.sum(tl.where(mine, rank, 0), axis=1), -1)
     row = tl.where(found, tl.sum(tl.where(mine, row, 0), axis=1), -1)
-    tl.store(dest_N + n, dest, mask=n < N)
-    tl.store(row_N + n, row, mask=n < N)
+    # Counts that a failed peer left half written may lead past the end of a buffer.
+    inside = (row >= 0) & (row < rows)
+    tl.store(dest_N + n, tl.where(inside, dest, -1), mask=n < N)
+    tl.store(row_N + n, tl.where(inside, row, -1), mask=n < N)
 
 
 _launch_place = FastLaunch(_place)
@@ -58,6 +60,7 @@ def place_routes(
     me: int,
     dest_TK: Tensor,
     row_TK: Tensor,
+    rows: int,
 ) -> None:
     """Resolve this rank's routes against its share of the plan.
 
@@ -68,6 +71,7 @@ def place_routes(
         row_ER: int32, the row there of the first of them.
         dest_TK: int32, out: destination rank, -1 where there is no route.
         row_TK: int32, out: row there, -1 where there is no route.
+        rows: receive rows of every rank; no route gets a row beyond.
     """
     N = ids_TK.numel()
     if N == 0:
@@ -77,7 +81,7 @@ def place_routes(
     _launch_place(
         ceil_div(N, block),
         ids_TK, scratch.before_JE, scratch.within_N, take_ER, row_ER, dest_TK, row_TK,
-        N, blocking(N)[1], me, R=R, E=E, RP=pow2(R), BLOCK=block,
+        N, blocking(N)[1], me, rows, R=R, E=E, RP=pow2(R), BLOCK=block,
     )  # fmt: skip
 
 

@@ -78,6 +78,11 @@ class Board:
         self.fence()
         self.fault[rank, 3] = generation
 
+    def failed(self, generation: int) -> list[int]:
+        """Ranks that have said in this generation that they failed."""
+        said = (self.fault[:, 0] == FAILED) & (self.fault[:, 3] == generation)
+        return np.flatnonzero(said).tolist() if said.any() else []
+
     def read_fault(self, rank: int, generation: int) -> tuple[int, Word]:
         """``(state, word)`` of a rank in a generation."""
         if int(self.fault[rank, 3]) != generation or int(self.fault[rank, 0]) == FINE:

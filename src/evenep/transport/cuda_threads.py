@@ -66,9 +66,15 @@ class CudaThreadsTransport(ThreadsTransport, DeviceTransport):
         self._meet(tag, outside)
         if self.rank:
             stream.wait_event(fork)
-        yield
-        ends[self.rank].record()
-        self._meet(tag, outside)
+        try:
+            yield
+            ends[self.rank].record()
+            self._meet(tag, outside)
+        except BaseException:
+            if self.rank == 0:  # a stream left recording could never be used again
+                with contextlib.suppress(RuntimeError):  # of streams that didn't join
+                    graph.capture_end()
+            raise
         if self.rank == 0:
             for end in ends[1:]:
                 stream.wait_event(end)

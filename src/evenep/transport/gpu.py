@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
-from ..errors import PeerError
+from ..errors import EvenEPError
 from .base import Tag, Transport, Window
 
 
@@ -28,9 +28,12 @@ class DeviceTransport(Transport):
         """An int32 on the device that every step raises: proof that its gates still open, also
         where graphs are replayed without this transport's knowledge."""
 
-    def trouble(self) -> PeerError | None:
+    def trouble(self) -> EvenEPError | None:
         """A failure noticed since, of a wait that was queued; None while all is well."""
         return None
+
+    def settled(self) -> None:
+        """What was queued is done: look whether it was let through by a peer that failed."""
 
     @abstractmethod
     def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:

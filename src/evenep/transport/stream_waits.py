@@ -60,6 +60,26 @@ def _driver() -> ctypes.CDLL:
         ) from error
 
 
+def own_stream(device: torch.device) -> torch.cuda.Stream:
+    """A stream that nobody else has: torch deals out 32 in turn, and a wait on any of them, or a
+    graph being recorded there, would hold up whoever was dealt the same one."""
+    handle = ctypes.c_void_p()
+    with torch.cuda.device(device):
+        torch.cuda.current_stream().synchronize()  # the context exists
+        status = _driver().cuStreamCreate(ctypes.byref(handle), 1)  # CU_STREAM_NON_BLOCKING
+    if status or handle.value is None:
+        raise TransportError(
+            explain(f"the driver made no stream (CUresult {status})", where="transport 'symm'")
+        )
+    return torch.cuda.ExternalStream(handle.value, device)
+
+
+def relax_capture() -> None:
+    """This thread's calls neither fail nor spoil a graph that another thread is recording."""
+    mode = ctypes.c_int(2)  # CU_STREAM_CAPTURE_MODE_RELAXED
+    _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
+
+
 class Batch:
     """A fixed list of operations, made once, queued many times."""
 

@@ -20,16 +20,18 @@ its own pads so that the stuck streams run dry.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator, Sequence
-from typing import Any
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import PrefixStore
 
-from ..errors import BootstrapError, PeerError, explain
-from .base import Tag, Transfer
+from ..errors import BootstrapError, EvenEPError, PeerError, explain
+from .base import Tag, Transfer, root_cause
+from .board import FAILED
 from .gpu import DeviceTransport, current_stream
 from .meeting import Meeting
 from .shm import ShmTransport
@@ -42,6 +44,8 @@ turns behind waits of the host, so that none is signalled twice in a row."""
 
 _ALIGN = 256
 
+Made = TypeVar("Made")
+
 
 class SymmTransport(ShmTransport, DeviceTransport):
     """Peers are processes on this host whose GPUs can map each other's memory."""
@@ -53,6 +57,7 @@ class SymmTransport(ShmTransport, DeviceTransport):
         self._kept: list[object] = []  # handles and stores that torch doesn't keep alive
         self._fetch_stream = torch.cuda.Stream(self.device)
         self._pads: list[Tensor] = []
+        self._word, self._ending = threading.Lock(), False
         super().__init__(meeting, lanes=lanes, gather_words=gather_words)
         words = (lanes + 1) * len(GATES) * self.size
         self._pads = [m.view(torch.int32) for m in self._share_windows(4 * words)]
@@ -66,15 +71,25 @@ class SymmTransport(ShmTransport, DeviceTransport):
             GATES,
             self.rank,
             self._judge,
+            self._tell,
         )
 
     # ---- memory
 
     def _share_windows(self, nbytes: int) -> list[Tensor]:
-        """Symmetric memory of ``nbytes`` on every rank, zeroed. All succeed or all fail."""
-        memories, failed = [], ""
+        """Symmetric memory of ``nbytes`` on every rank, zeroed. All succeed or all fail.
+
+        In two steps, because a rank without memory would leave its peers in torch's rendezvous,
+        where nobody hears why it doesn't come.
+        """
+        memory = self._all(lambda: self._allocate(nbytes), nbytes)
+        return self._all(lambda: self._rendezvous(memory, nbytes), nbytes)
+
+    def _all(self, make: Callable[[], Made], nbytes: int) -> Made:
+        """What ``make`` returns if it does so on every rank."""
+        made, failed = None, ""
         try:
-            memories = self._rendezvous(nbytes)
+            made = make()
         except Exception as error:  # torch raises many kinds; every rank must hear of it
             failed = f"{type(error).__name__}: {error}"
         said = self._meeting.exchange(failed, Tag("construct"))
@@ -89,14 +104,23 @@ class SymmTransport(ShmTransport, DeviceTransport):
                         "that share a GPU need TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES=1",
                     )
                 )
-        return memories
+        assert made is not None
+        return made
 
-    def _rendezvous(self, nbytes: int) -> list[Tensor]:
+    def _allocate(self, nbytes: int) -> Tensor:
+        c10d: Any = torch._C._distributed_c10d
+        size = -(-nbytes // _ALIGN) * _ALIGN
+        memory: Tensor = c10d._SymmetricMemory.empty_strided_p2p(
+            (size,), (1,), torch.uint8, self.device
+        )
+        return memory
+
+    def _rendezvous(self, memory: Tensor, nbytes: int) -> list[Tensor]:
         """torch finds the ranks of a rendezvous under the name of a process group: one of ours,
         which has a store and no backend, so that nothing is asked of the job's groups."""
         c10d: Any = torch._C._distributed_c10d
         name = f"{self._meeting.prefix}/symm/{self._meeting.generation}/{len(self._kept)}"
-        size = -(-nbytes // _ALIGN) * _ALIGN
+        size = memory.numel()
         store = PrefixStore(name, self._meeting.store.raw)
         ranks: Any = dist.ProcessGroup(store, self.rank, self.size)
         ranks._set_group_name(name)
@@ -104,7 +128,6 @@ class SymmTransport(ShmTransport, DeviceTransport):
         try:
             symmetric = c10d._SymmetricMemory
             symmetric.set_group_info(name, self.rank, self.size, store)
-            memory = symmetric.empty_strided_p2p((size,), (1,), torch.uint8, self.device, name)
             handle = symmetric.rendezvous(memory, name)
         finally:
             c10d._unregister_process_group(name)
@@ -141,8 +164,11 @@ class SymmTransport(ShmTransport, DeviceTransport):
         graph.capture_begin(capture_error_mode="thread_local")
         try:
             yield
-        finally:
-            graph.capture_end()
+        except BaseException:
+            with contextlib.suppress(RuntimeError):  # the first error is the one to tell
+                graph.capture_end()
+            raise
+        graph.capture_end()
         self._meet(Tag("construct"), self.lanes)
 
     def replay(self, graph: torch.cuda.CUDAGraph) -> None:
@@ -150,7 +176,7 @@ class SymmTransport(ShmTransport, DeviceTransport):
         graph.replay()
 
     def _join(self, lane: int) -> None:
-        if self._pads and not self.closed:  # neither while this is being built nor at its end
+        if self._pads and not self._ending:  # neither while this is being built nor at its end
             turn = GATES.index("odd" if self._counts[lane] % 2 else "even")
             self._gates[lane, turn].queue(torch.cuda.current_stream(self.device))
 
@@ -175,12 +201,28 @@ class SymmTransport(ShmTransport, DeviceTransport):
     def follow(self, counter_1: Tensor) -> None:
         self._watch.follow(counter_1)
 
-    def trouble(self) -> PeerError | None:
-        """What the watch found, once."""
+    def trouble(self) -> EvenEPError | None:
+        """What the watch found first since the last reset."""
         return self._watch.trouble()
 
+    def settled(self) -> None:
+        # A peer that gave up lets its streams run dry, and they signal as they go: my gates may
+        # have opened on words that mean nothing. It left its own word before the first of them.
+        peers = [p for p in self._board.failed(self._meeting.generation) if p != self.rank]
+        error = self._diagnose(peers, self._watch.last, None) if peers else None
+        if error is not None:
+            self._watch.found(error)
+
+    def _tell(self, error: EvenEPError) -> None:
+        """Word of a failure on the board only: the store may take its time."""
+        with self._word:
+            if self.rank not in self._board.failed(self._meeting.generation):
+                word = root_cause(error, self.rank)
+                self._board.set_fault(self.rank, FAILED, word, self._meeting.generation)
+
     def fail(self, error: BaseException) -> None:
-        super().fail(error)
+        with self._word:
+            super().fail(error)
         if not self.closed:
             self._watch.release()
 
@@ -193,8 +235,14 @@ class SymmTransport(ShmTransport, DeviceTransport):
     def close(self, *, orderly: bool = True) -> None:
         if self.closed:
             return
+        self._ending = True
         try:
             torch.cuda.synchronize(self.device)
-            super().close(orderly=orderly)
+            self._watch.stop()  # nothing waits any more, and the board goes now
         finally:
-            self._watch.stop()
+            try:
+                super().close(orderly=orderly)
+            finally:
+                self._watch.stop()
+                self._kept.clear()  # whoever keeps a closed engine doesn't keep its memory
+                self._pads, self._gates = [], {}

@@ -4,6 +4,9 @@ Every few milliseconds the watch copies this rank's pad to the host, on a stream
 works while others are stuck. A gate where this rank has signalled and a peer has not is being
 waited for. The pad alone can't tell one long wait from many short ones, so the watch also looks at
 how many gates this rank has queued and at whether the pad changed in between.
+
+Before the first wait is released, ``tell`` leaves word of the failure: a peer that is let through
+by what a released stream signals then finds that word, and doesn't take its result for right.
 """
 
 from __future__ import annotations
@@ -15,8 +18,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from ..errors import PeerError
+from ..errors import EvenEPError, PeerError, TransportError, explain
 from .base import Tag
+from .stream_waits import own_stream, relax_capture
 
 _LOOK_S, _RELEASE_S = 0.02, 0.002
 
@@ -32,16 +36,25 @@ class Watch:
         phases: their names.
         rank: this rank.
         judge: decides what a wait that doesn't end means.
+        tell: leaves word of it where peers look; never waits.
     """
 
-    def __init__(self, pad_LPR: Tensor, phases: Sequence[str], rank: int, judge: Judge) -> None:
+    def __init__(
+        self,
+        pad_LPR: Tensor,
+        phases: Sequence[str],
+        rank: int,
+        judge: Judge,
+        tell: Callable[[EvenEPError], None],
+    ) -> None:
         self._pad, self._phases, self._rank, self._judge = pad_LPR, phases, rank, judge
-        self._stream = torch.cuda.Stream(pad_LPR.device)
+        self._tell, self._last = tell, Tag("counts")
+        self._stream = own_stream(pad_LPR.device)
         self._seen = torch.zeros_like(pad_LPR, device="cpu").pin_memory()
         self._latest: dict[tuple[int, str], Tag] = {}  # by lane and phase: what was queued last
         self._progress = 0
         self._counters: list[Tensor] = []
-        self._found: PeerError | None = None
+        self._found: EvenEPError | None = None
         self._releasing, self._stopped = threading.Event(), threading.Event()
         self._lock = threading.Lock()  # one look or release at a time
         self._thread = threading.Thread(target=self._run, name="evenep-watch", daemon=True)
@@ -49,7 +62,7 @@ class Watch:
 
     def expect(self, tag: Tag, lane: int) -> None:
         """A gate is about to be queued."""
-        self._latest[lane, tag.phase] = tag
+        self._latest[lane, tag.phase] = self._last = tag
         self._progress += 1
 
     def follow(self, counter_1: Tensor) -> None:
@@ -57,9 +70,21 @@ class Watch:
         with self._lock:
             self._counters.append(counter_1)
 
-    def trouble(self) -> PeerError | None:
+    def trouble(self) -> EvenEPError | None:
         """The first error found since the last ``settle``."""
         return self._found
+
+    @property
+    def last(self) -> Tag:
+        """The gate queued last."""
+        return self._last
+
+    def found(self, error: EvenEPError) -> None:
+        """Take note of an error, tell the peers, and let every wait end. The first one counts."""
+        if self._found is None:
+            self._found = error
+            self._tell(error)
+        self._releasing.set()
 
     def release(self) -> None:
         """Let every wait of this rank end from now on, whoever is missing."""
@@ -83,20 +108,33 @@ class Watch:
 
     def _run(self) -> None:
         torch.cuda.set_device(self._pad.device)
+        relax_capture()
         since, mark = time.monotonic(), None
         while not self._stopped.wait(_RELEASE_S if self._releasing.is_set() else _LOOK_S):
-            with self._lock:
-                if self._releasing.is_set():
-                    self._fill(1)
-                    continue
-                waits = self._waits()
-                now = time.monotonic()
-                if (state := (self._progress, self._steps(), tuple(waits))) != mark:
-                    since, mark = now, state
-                error = self._first_error(waits, now - since)
-                if error is not None:
-                    self._found = error
-                    self._releasing.set()
+            try:
+                with self._lock:
+                    if self._releasing.is_set():
+                        self._fill(1)
+                        continue
+                    waits = self._waits()
+                    now = time.monotonic()
+                    if (state := (self._progress, self._steps(), tuple(waits))) != mark:
+                        since, mark = now, state
+                    error = self._first_error(waits, now - since)
+                    if error is not None:
+                        # A peer may have signalled and left in good order since the pad was read.
+                        error = self._first_error(self._waits(), now - since)
+                    if error is not None:
+                        self.found(error)
+            except Exception as error:  # without a watch, waits would never end
+                self.found(
+                    TransportError(
+                        explain(
+                            f"the watch can't look: {type(error).__name__}: {error}",
+                            where=f"rank {self._rank}, transport 'symm'",
+                        )
+                    )
+                )
 
     def _waits(self) -> list[tuple[int, int, tuple[int, ...]]]:
         """``(lane, phase, missing peers)`` of each gate where this rank waits."""

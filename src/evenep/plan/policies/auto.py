@@ -20,8 +20,14 @@ from .refine import refine
 EPSILONS = (0.0, 0.05, 0.1, 0.2, 0.5)
 GOOD_ENOUGH = 101  # percent of the bound; searching on costs more than it can win back
 SMALL = 64  # experts times ranks of a problem where climbing costs nothing
-REFINE_STARTS = 3  # hill climbing ends in different places
-REFINE_STEPS_SMALL, REFINE_STEPS = 32, 8  # the first steps win most; each costs as much
+MANY_RANKS = 16  # beyond it a step of climbing costs a GPU more and wins the layer less
+
+
+def refine_effort(experts: int, ranks: int) -> tuple[int, int]:
+    """``(starts, steps)`` of hill climbing: it ends in different places; first steps win most."""
+    if experts * ranks <= SMALL:
+        return 3, 32
+    return 1, 8 if ranks <= MANY_RANKS else 2
 
 
 class _Search:
@@ -90,8 +96,7 @@ def _try_bounded(search: _Search) -> None:
 def _try_refined(search: _Search) -> None:
     """Climb from the best few where that is cheap, from the best one in large problems."""
     problem = search.problem
-    small = problem.placement.num_experts * problem.ranks <= SMALL
-    starts, steps = (REFINE_STARTS, REFINE_STEPS_SMALL) if small else (1, REFINE_STEPS)
+    starts, steps = refine_effort(problem.placement.num_experts, problem.ranks)
     for name, alloc_ER in search.distinct()[:starts]:
         search.add(f"{name}+refined", refine(problem, alloc_ER, max_steps=steps))
 
