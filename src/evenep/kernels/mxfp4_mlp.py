@@ -41,7 +41,7 @@ def weight_descriptors(words: Tensor, scales: Tensor, tile: Tile) -> tuple[Any, 
     of half of one block's words."""
     blocks = tile.bk // 64
     of_scales = TensorDescriptor.from_tensor(
-        scales.view(-1, 16), [blocks * 4, 16], _shared(32, swizzle=64)
+        scales.view(-1, 16), [tile.scale_columns // 16, 16], _shared(32, swizzle=64)
     )
     box = [16 if tile.bn == 64 else blocks * 32, 32]
     return TensorDescriptor.from_tensor(words.view(-1, 32), box, _shared(32)), of_scales
