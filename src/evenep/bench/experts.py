@@ -40,7 +40,7 @@ from ..config import EPConfig
 from ..experts.activations import activate
 from ..kernels.activation import activate as activate_rows
 from ..kernels.group_tiles import group_tiles
-from ..kernels.mxfp4_tiles import SMALL, SMALL_SPREAD, TILES, Tile
+from ..kernels.mxfp4_tiles import SMALL, SMALL_SPREAD, TILES, Tile, rows_of_tile
 from .expert_backends import Gluon, H, Humming, I, decode, random_experts
 
 REPEATS, ROUNDS, SPIN_CYCLES = 9, 2, 5_000_000
@@ -207,7 +207,7 @@ def side_by_side(E: int, sizes: list[int], bf16: bool) -> Table:
         error = check_some(cfg, experts, x, rows, m, [0, E // 2, E - 1])
         run = functools.partial(gluon.runner.run, rows, None, groups)
         whole = timed(run)
-        tile = TILES[next((r for r in TILES if r >= m), max(TILES))]
+        tile = TILES[rows_of_tile(m)]
         gemm = functools.partial(gluon.launch, rows=rows, groups=groups, tile=tile)
         parts = [timed(functools.partial(gemm, down)) for down in (False, True)]
         cells = [str(m), f"{whole} ({parts[0].us:.0f} / {parts[1].us:.0f})"]

@@ -23,16 +23,21 @@ import torch
 from torch import Tensor
 
 from ..errors import AgreementError, InputError, explain
+from ..experts.choice import RunnerChoice
 from ..experts.device import DeviceRunner, Groups
 from ..experts.registry import make_device_runner
 from ..kernels.count import BAD_EXPERT, HEADERS_DIFFER
+from ..kernels.fetch import FETCH_PROGRAMS
 from ..machine import RECORDS, Machine, Opening, Setup, Work
 from ..plan import Hardware
 from ..transport import DeviceTransport, Tag, addresses
 from ..weights.store import ExpertStore
+from .agree_runner import agree_on_runner
 from .buffers import Lane, rows_capacity
 from .measure import measure
 from .planner import DevicePlanner, DeviceResidency
+from .runner_times import RunnerTimes, problem
+from .warm_up import warm_up
 
 
 class DeviceMachine(Machine):
@@ -54,6 +59,10 @@ class DeviceMachine(Machine):
             self.store.load(layer, setup.experts, setup.progress)
         torch.cuda.current_stream(device).synchronize()
         setup.transport.barrier(Tag("construct"), cfg.load_timeout_s)
+        cache = RunnerTimes(setup.settings.cache_dir, problem(cfg, device))
+        stacked = self.store.layer(setup.experts.layers[0]).stacked
+        agree_on_runner(self.runner, cfg, setup.transport, cache, stacked)
+        self._runner_choice = RunnerChoice(self.runner.name, self.runner.why)
         self.home_E = torch.from_numpy(setup.placement.home_E).to(device, torch.int32)
         self.local_E = torch.from_numpy(setup.placement.local_E).to(device, torch.int32)
         self.sources_XR = {
@@ -67,10 +76,12 @@ class DeviceMachine(Machine):
         }
         self.row_bytes_X = tuple(spec.nbytes for spec in self.runner.specs())
         self.fetch_stream = torch.cuda.Stream(device)
-        self.multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        multiprocessors = torch.cuda.get_device_properties(device).multi_processor_count
+        self.sms_beside_fetch = multiprocessors - FETCH_PROGRAMS
         self._hardware = setup.hardware or measure(self, setup.experts.layers[0])
         self.planner = DevicePlanner(cfg, setup.placement, self.rank, self._hardware, device)
         self.lanes = Lane.make(cfg, self.store.home_rows, setup.transport, self.planner)
+        warm_up(self, setup.experts.layers[0])
         if self.poison:
             for lane in self.lanes:
                 lane.poison()
@@ -83,6 +94,10 @@ class DeviceMachine(Machine):
         self.stats_ring = torch.zeros(RECORDS, stats.numel(), dtype=stats.dtype).pin_memory()
         self.status = torch.zeros(cfg.in_flight, dtype=torch.int32).pin_memory()
         self.steps = 0
+
+    @property
+    def runner_choice(self) -> RunnerChoice:
+        return self._runner_choice
 
     @property
     def hardware(self) -> Hardware | None:

@@ -23,6 +23,7 @@ from ..plan import Plan
 from ..plan.policies import POLICIES
 from ..transport import Tag
 from .timeline import Timeline
+from .warm_up import likely_rows
 
 if TYPE_CHECKING:
     from .machine import DeviceMachine
@@ -233,14 +234,10 @@ class DeviceWork(Work):
 
     def _run(self, *, slots: bool) -> None:
         machine, cfg = self._machine, self._machine.cfg
-        T = self._opening.ids_TK.shape[0]
-        mean = T * cfg.top_k * cfg.ranks / cfg.num_experts
-        groups = machine.groups(
-            self._opening.layer, self._opening.lane, slots=slots, likely=max(1, round(2 * mean))
-        )
+        likely = likely_rows(cfg, self._opening.ids_TK.shape[0])
+        groups = machine.groups(self._opening.layer, self._opening.lane, slots=slots, likely=likely)
         weight_N = self._memory.weight.local if cfg.route_weight != "output" else None
-        leave = FETCH_PROGRAMS if self._fetching and not slots else 0
-        sms = machine.multiprocessors - leave if leave else None
+        sms = machine.sms_beside_fetch if self._fetching and not slots else None
         machine.runner.run(self._memory.rows.local, weight_N, groups, sms)
 
 

@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..activation import Activation
 from . import mxfp4_gluon, mxfp4_layout
-from .mxfp4_tiles import Gemm, Tile, choose, fit, group_places
+from .mxfp4_tiles import Gemm, Tile, choose, fit, group_places, rows_of_tile
 from .weigh_rows import weigh_rows
 
 _KEEP = 4096  # launches known at once; far above layers x tiles x lanes
@@ -223,6 +223,7 @@ class ExpertMLP:
             tiles: gate+up's and down's, instead of the chosen ones.
         """
         G = count_G.shape[0]
+        likely = rows_of_tile(likely)  # so that few launches are to be known
         if weight_N is not None and self.shape.route_weight == "input":
             weigh_rows(rows_NH, weight_N, start_G, count_G, programs=sms * 4)
         weight_N = weight_N if self.shape.route_weight == "activation" else None

@@ -133,6 +133,11 @@ def _filled(tiles: int, places: int) -> float:
     return tiles / (-(-tiles // places) * places)
 
 
+def rows_of_tile(likely: int) -> int:
+    """The key of ``TILES`` for groups of about so many rows."""
+    return next((r for r in TILES if r >= likely), max(TILES))
+
+
 def choose(likely: int, groups: int, NP: int, sms: int) -> Tile:
     """The tile of a launch.
 
@@ -142,7 +147,7 @@ def choose(likely: int, groups: int, NP: int, sms: int) -> Tile:
         NP: padded rows of the weight.
         sms: SMs to use.
     """
-    rows = next((r for r in TILES if r >= likely), max(TILES))
+    rows = rows_of_tile(likely)
     if rows > SMALL.rows:
         return fit(TILES[rows], NP)
     tiles = groups * NP // SMALL.bn
