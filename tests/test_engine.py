@@ -20,6 +20,23 @@ POLICIES = ("static", "exact", "bounded", "auto")
 IN_CLASS = 0.006  # relative L2: the 0.5 % class of BF16 engines, rounded up
 
 
+def _say_choice(group: EPGroup, cfg: EPConfig) -> tuple[str, str]:
+    with Engine(cfg, group, ExpertWeights.random(cfg)) as engine:
+        return engine.runner_choice
+
+
+@pytest.mark.parametrize(
+    ("runner", "name", "why"),
+    [
+        ("auto", "torch", "the fast one on a CPU"),
+        ("torch", "torch", "asked for"),
+        ("reference", "reference", "asked for"),
+    ],
+)
+def test_the_engine_says_which_runner_it_has_and_why(runner: str, name: str, why: str) -> None:
+    assert launch(_say_choice, 1, "threads", (config(runner=runner, ranks=1),)) == [(name, why)]
+
+
 def check(cfg: EPConfig, inputs: Inputs, transport: str = "threads", **kwargs: object) -> None:
     source = ExpertWeights.random(cfg, layers=1, seed=1)
     args = (cfg, source, inputs, POLICIES, *kwargs.values())

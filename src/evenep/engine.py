@@ -26,6 +26,7 @@ from .errors import (
     UnsupportedError,
     explain,
 )
+from .experts.choice import RunnerChoice
 from .group import EPGroup
 from .host import HostMachine
 from .machine import RECORDS, Machine, Opening, Setup
@@ -239,6 +240,15 @@ class Engine:
     def hardware(self) -> Hardware | None:
         """Cost constants in use; None until the first ``auto`` step has measured them."""
         return self._machine.hardware
+
+    @property
+    def runner_choice(self) -> RunnerChoice:
+        """Name of the runner that computes the experts, and why it is that one.
+
+        With ``runner="auto"`` on a GPU, BF16 candidates are timed when the first engine is made,
+        and the times kept in ``EVENEP_CACHE_DIR``.
+        """
+        return self._machine.runner_choice
 
     @property
     def records(self) -> list[StepRecord]:

@@ -18,6 +18,7 @@ from .exchange.combine import fold, rows_to_pull, sum_compact, sum_exact
 from .exchange.dispatch import dispatch_puts
 from .exchange.routes import build_routes, count_routes
 from .experts import Segment, make_runner
+from .experts.choice import RunnerChoice
 from .machine import Machine, Opening, Setup, Work
 from .observe import StepRecord
 from .plan import Hardware, Plan
@@ -35,6 +36,7 @@ class HostMachine(Machine):
         self.cfg, self.transport = setup.cfg, setup.transport
         self.rank, self.poison = setup.transport.rank, setup.settings.poison
         self.runner = make_runner(setup.cfg)
+        self._runner_name = self.runner.name
         self.store = ExpertStore(setup.cfg, setup.placement, setup.transport, setup.experts.layers)
         self.buffers = Buffers.make(setup.cfg, self.store.home_rows, setup.transport)
         if self.poison:
@@ -52,6 +54,11 @@ class HostMachine(Machine):
             debug=setup.settings.debug,
         )
         self.fetch_lane = FetchLane()
+
+    @property
+    def runner_choice(self) -> RunnerChoice:
+        why = "the fast one on a CPU" if self.cfg.runner == "auto" else "asked for"
+        return RunnerChoice(self._runner_name, why)
 
     @property
     def hardware(self) -> Hardware | None:

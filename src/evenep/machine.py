@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from .config import EPConfig
+from .experts.choice import RunnerChoice
 from .observe import StepRecord
 from .plan import Hardware, Placement, Plan
 from .settings import Settings
@@ -102,6 +103,11 @@ class Machine(ABC):
     """
 
     store: ExpertStore
+
+    @property
+    @abstractmethod
+    def runner_choice(self) -> RunnerChoice:
+        """Which runner computes the experts, and why."""
 
     @property
     @abstractmethod

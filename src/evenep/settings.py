@@ -40,7 +40,10 @@ class Settings:
     )
     cache_dir: Path = field(
         default_factory=_cache_home,
-        metadata={"env": "EVENEP_CACHE_DIR", "help": "where generated fixtures are kept"},
+        metadata={
+            "env": "EVENEP_CACHE_DIR",
+            "help": "where generated fixtures and measured times are kept",
+        },
     )
 
     @classmethod

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import pytest
@@ -18,13 +18,15 @@ pytest.importorskip("triton")
 
 from evenep import Activation, EPConfig, support
 from evenep.errors import StateError, UnsupportedError
+from evenep.experts.auto_runner import AutoRunner
+from evenep.experts.choice import ROWS as TIMED
 from evenep.experts.device import DeviceRunner, Groups
 from evenep.experts.registry import (
+    AUTO,
     DEVICE_RUNNERS,
     device_runner,
     make_device_runner,
     make_runner,
-    pick_device_runner,
 )
 from evenep.formats import format_of
 
@@ -341,20 +343,72 @@ def test_importing_the_room_needs_no_triton() -> None:
 
 @pytest.mark.parametrize("fmt", ["bf16", "mxfp4", "fp8"])
 def test_auto_is_one_of_those_that_compute_the_format_and_says_why(fmt: str) -> None:
-    cfg = config("auto", fmt)
-    name, why = pick_device_runner(cfg, DEV)
-    assert fmt in support.RUNNER_FORMATS[name]
-    assert why
+    made = make_device_runner(config("auto", fmt), DEV)
+    assert made.name in AUTO[fmt]
+    assert fmt in support.RUNNER_FORMATS[made.name]
+    assert made.why
+    assert made.why != "asked for"
+    assert make_device_runner(config("triton", fmt), DEV).why == "asked for"
+
+
+def test_autos_candidates_keep_experts_in_the_formats_own_layout() -> None:
+    cfg = config("auto", "bf16")
     made = make_device_runner(cfg, DEV)
-    assert type(made) is device_runner(name)
-    assert made.name == name
+    assert isinstance(made, AutoRunner)
+    assert made.specs() == format_of(cfg).specs(cfg)
+    for name in made.names:
+        cls = device_runner(name)
+        assert cls.specs is DeviceRunner.specs, name
+        assert cls.pack is DeviceRunner.pack, name
 
 
-def test_bf16_is_torchs_unless_rows_are_no_multiple_of_16_bytes() -> None:
-    assert pick_device_runner(config("auto", "bf16"), DEV)[0] == "torch"
-    name, why = pick_device_runner(config("auto", "bf16", intermediate_size=33), DEV)
-    assert name == "triton"
-    assert "multiples of 8" in why
+def test_auto_leaves_torch_out_where_rows_are_no_multiple_of_16_bytes() -> None:
+    made = make_device_runner(config("auto", "bf16", intermediate_size=33), DEV)
+    assert isinstance(made, AutoRunner)
+    assert "torch" not in made.candidates
+    assert "multiples of 8" in made.refused["torch"]
+
+
+def test_autos_candidates_are_timed_on_calls_that_work() -> None:
+    cfg = config("auto", "bf16", hidden_size=32, intermediate_size=32)
+    made = make_device_runner(cfg, DEV)
+    assert isinstance(made, AutoRunner)
+    timed = 0
+
+    def tick(call: Callable[[], None]) -> int:
+        nonlocal timed
+        if CUDA or timed % len(TIMED) == 0:  # one row each: the interpreter is slow
+            call()
+        timed += 1
+        return 1600
+
+    tensors = Problem.make(cfg).packed(made)
+    table = made.measure({name: t[:1] for name, t in tensors.items()}, tick)
+    assert table == dict.fromkeys(made.candidates, (1600,) * len(TIMED))
+    assert timed == len(TIMED) * len(made.candidates)
+
+
+@pytest.mark.parametrize("name", INTERPRETED)
+def test_warming_up_runs_each_class_up_to_the_largest_and_touches_no_row(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = make(config(name, "bf16"))
+    problem = Problem.make(made.cfg, [(0, 0), (3, 0)])
+    groups = problem.device_groups(made, BOUND, 1)
+    made.reserve(BOUND)
+    rows, run = problem.rows.clone().to(DEV), made.run
+    seen: list[int] = []
+
+    def noted(rows_NH: Tensor, weight_N: Tensor, groups: Groups, sms: int | None) -> None:
+        seen.append(groups.likely)
+        run(rows_NH, weight_N, groups, sms)
+
+    monkeypatch.setattr(made, "run", noted)
+    for largest, triton_takes in ((1, [1]), (16, [16]), (17, [16, 17]), (300, [16, 32, 64, 128])):
+        made.warm_up(rows, problem.weight_N.to(DEV), groups, largest)
+        assert seen == (triton_takes if name == "triton" else [1])
+        seen.clear()
+    assert rows.isnan().all()
 
 
 @pytest.mark.parametrize("fmt", ["mxfp4", "fp8"])

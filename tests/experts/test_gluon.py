@@ -36,8 +36,11 @@ CUTS = [
     Tile(8, 64, 256, 4, pipelined=False, warps=4, ctas=3, registers=80),
     Tile(8, 64, 128, 8, pipelined=False, warps=4, ctas=3, registers=80, exact=True),
     Tile(16, 128, 128, 6, pipelined=False, warps=4, ctas=1),
-    Tile(64, 256, 128, 4, pipelined=True, warps=8, ctas=1),
-    Tile(256, 128, 128, 2, pipelined=True, warps=8, ctas=1),
+    Tile(64, 256, 128, 5, pipelined=True, warps=8, ctas=1),
+    Tile(64, 256, 64, 10, pipelined=True, warps=8, ctas=1),
+    Tile(128, 128, 128, 5, pipelined=True, warps=8, ctas=1),
+    Tile(128, 128, 64, 9, pipelined=True, warps=8, ctas=1),
+    Tile(256, 128, 64, 5, pipelined=True, warps=8, ctas=1),
 ]
 
 

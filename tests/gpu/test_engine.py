@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 import torch
@@ -167,3 +168,45 @@ def test_records_say_what_the_cpu_engine_says(transport: str) -> None:
     inputs = Inputs.skewed(cfg, [9, 3, 17])
     want = launch_at(_say_records, 3, "threads", (cfg, inputs))
     assert launch_at(_say_records, 3, transport, (cfg, inputs)) == want
+
+
+RUNNERS_OWN = ("gate_up", "down", "gemm", "group_tiles", "copy_rows", "activate", "quantize")
+
+
+def _compile_nothing_later(group: EPGroup, cfg: EPConfig) -> tuple[str, list[str]]:
+    """The runner that was chosen, and which of a runner's kernels steps still compiled."""
+    from triton import knobs
+
+    late: list[str] = []
+    with Engine(cfg, group, ExpertWeights.random(cfg), hardware=EAGER) as engine:
+
+        def note(*, fn: Any, **_: object) -> None:
+            if any(word in fn.name for word in RUNNERS_OWN):
+                late.append(fn.name)
+
+        if group.rank == 0:  # the hook is the process's, and so are the ranks' kernels
+            knobs.runtime.jit_post_compile_hook = note
+        try:
+            for tokens in (1, 5, 60, cfg.max_tokens_per_rank):
+                for policy in ("static", "exact"):
+                    engine(*Inputs.skewed(cfg, [tokens] * cfg.ranks).of(group.rank, "cuda"),
+                           policy=policy)  # fmt: skip
+            engine.synchronize()
+        finally:
+            if group.rank == 0:
+                knobs.runtime.jit_post_compile_hook = None
+        return engine.runner_choice.name, late
+
+
+@pytest.mark.parametrize("runner", ["auto", "triton"])
+@pytest.mark.parametrize("weight_format", ["bf16", "mxfp4", "fp8"])
+def test_no_step_compiles_a_runners_kernel_and_all_ranks_have_one_runner(
+    runner: str, weight_format: str
+) -> None:
+    cfg = config(
+        runner=runner, weight_format=weight_format, hidden_size=256, intermediate_size=128,
+        max_tokens_per_rank=200,
+    )  # fmt: skip
+    outcomes = launch_at(_compile_nothing_later, 3, "threads@cuda", (cfg,))
+    assert len({name for name, _ in outcomes}) == 1
+    assert [late for _, late in outcomes] == [[]] * 3

@@ -4,9 +4,10 @@ Run as a program it takes JSON on stdin, a list of ``{"tile": {...}, **fields of
 prints one JSON report per launch. Tests run it in a process of its own, because Triton decides at
 import whether it interprets or compiles.
 
-What to look for. An asynchronous HGMMA reads its A registers until the next WARPGROUP.DEPBAR; the
-compiler doesn't know, so a write to them in between is a wrong result. And where ptxas runs out of
-registers it waits after every HGMMA, which shows as many more WARPGROUP instructions.
+What to look for. An asynchronous HGMMA reads its A registers until a WARPGROUP.DEPBAR that leaves
+fewer batches in flight; the compiler doesn't know, so a write to them before is a wrong result.
+And where ptxas runs out of registers it waits after every HGMMA, which shows as many more
+WARPGROUP instructions.
 """
 
 from __future__ import annotations
@@ -71,16 +72,22 @@ def written(text: str) -> range:
 
 
 def hazards(loop: list[str]) -> list[str]:
-    """Instructions that write an A register of an HGMMA still in flight; twice round the loop."""
-    in_flight: set[int] = set()
+    """Instructions that write an A register of an HGMMA still in flight; twice round the loop.
+
+    ``gsb0`` ends a batch of HGMMAs, and ``WARPGROUP.DEPBAR.LE gsb0, n`` leaves n batches in flight.
+    """
+    in_flight: list[set[int]] = [set()]  # batches, the last one still open
     found = []
     for text in loop * 2:
         if text.startswith("HGMMA"):
             a = int(re.findall(r"\bR(\d+)", text)[1])
-            in_flight |= set(range(a, a + 4))
-        elif "DEPBAR" in text:
-            in_flight = set()
-        elif any(r in in_flight for r in written(text)):
+            in_flight[-1] |= set(range(a, a + 4))
+            if "gsb0" in text:
+                in_flight.append(set())
+        elif wait := re.match(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x[0-9a-f]+)", text):
+            closed, left = in_flight[:-1], int(wait[1], 16)
+            in_flight = closed[max(0, len(closed) - left) :] + in_flight[-1:]
+        elif any(r in batch for batch in in_flight for r in written(text)):
             found.append(text)
     return found
 

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from evenep.bench.experts import SWEEP
 from evenep.kernels.mxfp4_layout import padded_shape
 from evenep.kernels.mxfp4_tiles import (
     SMALL,
@@ -89,6 +90,13 @@ def test_chosen_tiles_compile_without_hazard_serialisation_or_spill() -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
+def test_candidate_tiles_compile_without_hazard_serialisation_or_spill() -> None:
+    candidates = {tile for tiles in SWEEP.values() for tile in tiles} - set(CHOSEN)
+    check([make(tile) for tile in candidates for make in (gate_up, down)])
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
 @pytest.mark.parametrize("tile", CHOSEN, ids=str)
 def test_every_epilogue_compiles_on_every_tile(tile: Tile) -> None:
     exact = dataclasses.replace(tile, exact=True)
@@ -117,6 +125,28 @@ def test_the_check_sees_a_write_to_a_register_in_flight(first: int, found: int) 
     loop = main_loop(LOOP.format(first=first))
     assert len(loop) == 5, "the inner loop, without what is around it"
     assert len(hazards(loop)) == found, "twice round: each write counts twice"
+
+
+QUEUED = """
+.L_x_1:
+        /*0000*/                   HGMMA.64x8x16.F32.BF16 R24, R4, gdesc[UR8], R24 ;
+        /*0010*/                   HGMMA.64x8x16.F32.BF16 R24, R8, gdesc[UR8], R24, gsb0 ;
+        /*0020*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0030*/                   MOV R{first}, R1 ;
+        /*0040*/                   HGMMA.64x8x16.F32.BF16 R24, R12, gdesc[UR8], R24, gsb0 ;
+        /*0050*/                   WARPGROUP.DEPBAR.LE gsb0, 0x1 ;
+        /*0060*/                   MOV R{second}, R1 ;
+        /*0070*/                   BRA `(.L_x_1) ;
+"""
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "found"), [(12, 4, 0), (4, 4, 2), (11, 4, 2), (12, 15, 2), (13, 8, 0)]
+)
+def test_the_check_knows_which_batch_is_still_in_flight(
+    first: int, second: int, found: int
+) -> None:
+    assert len(hazards(main_loop(QUEUED.format(first=first, second=second)))) == found
 
 
 @pytest.mark.parametrize("tile", CHOSEN, ids=str)

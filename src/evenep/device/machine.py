@@ -26,20 +26,25 @@ import torch
 from torch import Tensor
 
 from ..errors import AgreementError, InputError, PlanError, explain
+from ..experts.choice import RunnerChoice
 from ..experts.device import DeviceRunner, Groups
 from ..experts.registry import make_device_runner
 from ..kernels.count import BAD_EXPERT, HEADERS_DIFFER
+from ..kernels.fetch import FETCH_PROGRAMS
 from ..kernels.sizing import num_sms
 from ..machine import RECORDS, Machine, Opening, Setup, Work
 from ..plan import Hardware
 from ..plan.capacity import cap_routes
 from ..transport import DeviceTransport, Tag, addresses
 from ..weights.store import ExpertStore
+from .agree_runner import agree_on_runner
 from .buffers import Lane, rows_capacity
 from .measure import measure, measure_planning
 from .planner import DevicePlanner, DeviceResidency
+from .runner_times import RunnerTimes, problem
 from .streams import streams_of
 from .timeline import Timelines
+from .warm_up import warm_up
 
 
 class DeviceMachine(Machine):
@@ -63,6 +68,10 @@ class DeviceMachine(Machine):
             self.store.load(layer, setup.experts, setup.progress)
         self.streams.current().synchronize()
         setup.transport.barrier(Tag("construct"), cfg.load_timeout_s)
+        cache = RunnerTimes(setup.settings.cache_dir, problem(cfg, device))
+        stacked = self.store.layer(setup.experts.layers[0]).stacked
+        agree_on_runner(self.runner, cfg, setup.transport, cache, stacked)
+        self._runner_choice = RunnerChoice(self.runner.name, self.runner.why)
         self.home_E = torch.from_numpy(setup.placement.home_E).to(device, torch.int32)
         self.local_E = torch.from_numpy(setup.placement.local_E).to(device, torch.int32)
         self.sources_XR = {
@@ -76,7 +85,7 @@ class DeviceMachine(Machine):
         }
         self.row_bytes_X = tuple(spec.nbytes for spec in self.runner.specs())
         self.fetch_stream = self.streams.make()
-        self.multiprocessors = num_sms(device)
+        self.sms_beside_fetch = max(num_sms(device) - FETCH_PROGRAMS, 1)
         self._hardware = setup.hardware or measure(self, setup.experts.layers[0])
         self.planner = DevicePlanner(cfg, setup.placement, self.rank, self._hardware, device)
         if setup.hardware is None:
@@ -99,6 +108,11 @@ class DeviceMachine(Machine):
         self.steps, self.timelines = 0, Timelines(self.streams)
         self._groups: dict[tuple[int, int, bool, int], Groups] = {}
         self._roomy: set[str] = set()
+        warm_up(self, setup.experts.layers[0])
+
+    @property
+    def runner_choice(self) -> RunnerChoice:
+        return self._runner_choice
 
     @property
     def hardware(self) -> Hardware | None:

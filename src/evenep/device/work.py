@@ -18,12 +18,12 @@ from ..kernels.dispatch import dispatch
 from ..kernels.fetch import FETCH_PROGRAMS, fetch_slots
 from ..kernels.positions import place_routes
 from ..kernels.settle import settle
-from ..kernels.sizing import pow2
 from ..machine import RECORDS, Opening, Work
 from ..observe import StepRecord
 from ..plan import Plan
 from ..plan.policies import POLICIES
 from ..transport import Tag
+from .warm_up import likely_rows
 
 if TYPE_CHECKING:
     from .machine import DeviceMachine
@@ -234,14 +234,10 @@ class DeviceWork(Work):
 
     def _run(self, *, slots: bool) -> None:
         machine, cfg = self._machine, self._machine.cfg
-        T = self._opening.ids_TK.shape[0]
-        mean = T * cfg.top_k * cfg.ranks / cfg.num_experts
-        groups = machine.groups(
-            self._opening.layer, self._opening.lane, slots=slots, likely=pow2(round(2 * mean))
-        )
+        likely = likely_rows(cfg, self._opening.ids_TK.shape[0])
+        groups = machine.groups(self._opening.layer, self._opening.lane, slots=slots, likely=likely)
         weight_N = self._memory.weight.local if cfg.route_weight != "output" else None
-        leave = FETCH_PROGRAMS if self._fetching and not slots else 0
-        sms = max(machine.multiprocessors - leave, 1) if leave else None
+        sms = machine.sms_beside_fetch if self._fetching and not slots else None
         machine.runner.run(self._memory.rows.local, weight_N, groups, sms)
 
     def _refuse_capture(self, what: str) -> None:

@@ -13,7 +13,7 @@ then fails or miscomputes, so making a runner multiplies a small problem first.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import ModuleType
 
 import torch
@@ -46,6 +46,10 @@ class DeepGemmRunner(CompactRunner):
             )
         super().__init__(cfg, device)
         self._gemm = load()
+
+    @property
+    def classes(self) -> Sequence[int]:
+        return (_FEW, 2 * _FEW)
 
     def align_for(self, groups: Groups) -> int:
         return 64 if groups.likely <= _FEW else self.align

@@ -6,8 +6,8 @@ N receive rows, H row width, I FFN width, G groups. Rounding points are ``evenep
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -53,6 +53,8 @@ class DeviceRunner(ABC):
     name: str
     batch_invariant: bool
     """A row's output doesn't depend on the rows beside it, so neither on R nor on the plan."""
+    why: str = "asked for"
+    """Why it is this runner and no other."""
 
     def __init__(self, cfg: EPConfig, device: torch.device) -> None:
         self.cfg, self.device = cfg, device
@@ -69,6 +71,30 @@ class DeviceRunner(ABC):
 
     def reserve(self, rows: int) -> None:  # noqa: B027
         """Allocate scratch for ``Groups.rows`` up to this many. Once, before the first ``run``."""
+
+    @property
+    def classes(self) -> Sequence[int]:
+        """The largest ``Groups.likely`` of each set of values that compile alike, ascending; the
+        last set has no end."""
+        return (1,)
+
+    def warm_up(
+        self,
+        rows_NH: Tensor,
+        weight_N: Tensor | None,
+        groups: Groups,
+        largest: int,
+        sms: int | None = None,
+    ) -> None:
+        """Compile what ``run`` may need for any ``likely`` up to ``largest``: one call a class.
+
+        The arguments are those of a step, except that every count is 0.
+        """
+        classes, below = self.classes, 0
+        for top in classes:
+            if below < largest:
+                self.run(rows_NH, weight_N, replace(groups, likely=min(top, largest)), sms)
+            below = top
 
     @abstractmethod
     def run(

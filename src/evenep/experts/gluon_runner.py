@@ -6,7 +6,7 @@ N receive rows, M scratch rows, H row width, I FFN width, G groups.
 from __future__ import annotations
 
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -93,7 +93,7 @@ class GluonRunner(DeviceRunner):
     There is one scratch, so calls must be ordered: one stream at a time.
 
     The first call of each class of ``likely`` (8, 16, 32, 64, 128 rows) compiles two kernels, a
-    second or so each: make it, with counts of zero if need be, before a graph is captured.
+    second or so each: ``warm_up`` makes it before a step has to.
     """
 
     name = "gluon"
@@ -121,6 +121,12 @@ class GluonRunner(DeviceRunner):
         ).to(device)
         self.tiles: tuple[Tile, Tile] | None = None
         """Gate+up's and down's, to measure with; None: chosen per call."""
+
+    @property
+    def classes(self) -> Sequence[int]:
+        from ..kernels.mxfp4_tiles import TILES
+
+        return tuple(TILES)
 
     def specs(self) -> list[TensorSpec]:
         """Words, scales and biases of one expert, padded to the kernel's tiles."""

@@ -5,12 +5,14 @@ GPU runners are named here and imported when one is made: importing this room ne
 
 from __future__ import annotations
 
+import functools
 import importlib
 
 import torch
 
 from ..config import EPConfig
 from ..errors import UnsupportedError, explain
+from .auto_runner import AutoRunner
 from .device import DeviceRunner
 from .reference import ReferenceRunner
 from .runner import Runner
@@ -57,36 +59,53 @@ def device_runner(name: str) -> type[DeviceRunner]:
     return found
 
 
-def pick_device_runner(cfg: EPConfig, device: torch.device) -> tuple[str, str]:
-    """What ``auto`` means on a GPU: a runner's name, and why."""
-    made, why = _make_auto(cfg, device)
-    return made.name, why
+AUTO: dict[str, tuple[str, ...]] = {
+    "mxfp4": ("gluon", "triton"),
+    "bf16": ("torch", "deepgemm", "triton"),
+    "fp8": ("triton",),
+}
+"""What ``auto`` may be on a GPU, the preferred one first. DeepGEMM's FP8 rounds rows to FP8 too, so
+it is only taken when asked for by name."""
+
+_MEASURED = ("bf16",)  # candidates that keep experts in one layout are timed, others aren't
+_WHY = {
+    "gluon": "decodes MXFP4 beside Hopper's tensor cores",
+    "triton": "runs every format on every GPU that Triton compiles for",
+}
 
 
 def make_device_runner(cfg: EPConfig, device: torch.device) -> DeviceRunner:
-    """The runner a config asks for on a GPU.
+    """The runner a config asks for on a GPU. ``auto`` on BF16 has candidates yet to be timed.
 
     Raises:
         UnsupportedError: it can't run this config here; the text has the reason.
     """
-    if cfg.runner == "auto":
-        return _make_auto(cfg, device)[0]
-    return device_runner(cfg.runner)(cfg, device)
+    if cfg.runner != "auto":
+        return device_runner(cfg.runner)(cfg, device)
+    if cfg.weight_format in _MEASURED:
+        makers = {
+            name: functools.partial(_make, name, cfg, device) for name in AUTO[cfg.weight_format]
+        }
+        return AutoRunner(cfg, device, makers)
+    return _preferred(cfg, device)
 
 
-_PREFERRED = {
-    "mxfp4": ("gluon", "decodes MXFP4 beside Hopper's tensor cores"),
-    "bf16": ("torch", "torch's grouped GEMM is near this GPU's top"),
-}
+def _make(name: str, cfg: EPConfig, device: torch.device) -> DeviceRunner:
+    return device_runner(name)(cfg, device)
 
 
-def _make_auto(cfg: EPConfig, device: torch.device) -> tuple[DeviceRunner, str]:
-    """The preferred runner where it works, else ``triton``; the second says why."""
-    portable = "runs every format on every GPU that Triton compiles for"
-    if cfg.weight_format in _PREFERRED:
-        name, why = _PREFERRED[cfg.weight_format]
+def _preferred(cfg: EPConfig, device: torch.device) -> DeviceRunner:
+    """The first that works; why it is that one stays with it."""
+    refused = ""
+    *others, last = AUTO[cfg.weight_format]
+    for name in others:
         try:
-            return device_runner(name)(cfg, device), why
+            made = _make(name, cfg, device)
         except UnsupportedError as error:
-            portable = f"{portable}; not '{name}': {error}"
-    return device_runner("triton")(cfg, device), portable
+            refused += f"; not '{name}': {error}"
+        else:
+            made.why = _WHY[name] + refused
+            return made
+    made = _make(last, cfg, device)
+    made.why = _WHY[last] + refused
+    return made

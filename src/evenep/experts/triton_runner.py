@@ -6,12 +6,14 @@ Scratch is compact, so it is as long as ``Groups.rows`` may be, not as the recei
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from ..config import EPConfig
 from ..kernels.group_tiles import group_tiles
-from ..kernels.grouped_gemm import GemmConfig, Matrix, config_for, down, gate_up
+from ..kernels.grouped_gemm import BLOCK_M, GemmConfig, Matrix, config_for, down, gate_up
 from .compact import require_reserved
 from .device import DeviceRunner, Groups
 
@@ -35,6 +37,10 @@ class TritonRunner(DeviceRunner):
         super().__init__(cfg, device)
         self._gemm = gemm
         self._a_MI = torch.empty(0, cfg.intermediate_size, dtype=torch.bfloat16, device=device)
+
+    @property
+    def classes(self) -> Sequence[int]:
+        return BLOCK_M
 
     def reserve(self, rows: int) -> None:
         if rows > self._a_MI.shape[0]:

@@ -106,8 +106,20 @@ def _halves(r):
 
 
 @gluon.jit
-def load_weights(w_ring, s_ring, full, it, t, LA: gl.constexpr, P: gl.constexpr):
-    """Wait for stage ``it`` of tile ``t`` and decode its weights into operand A's registers."""
+def load_weights(
+    w_ring,
+    s_ring,
+    full,
+    it,
+    t,
+    HALF: gl.constexpr,
+    LA: gl.constexpr,
+    P: gl.constexpr,
+):
+    """Wait for stage ``it`` of tile ``t`` and decode its weights into operand A's registers.
+
+    ``HALF`` is the parity of ``it``: which of two stages of 64 columns.
+    """
     BN: gl.constexpr = P.value.tile.bn
     BK: gl.constexpr = P.value.tile.bk
     STAGES: gl.constexpr = P.value.tile.stages
@@ -117,15 +129,21 @@ def load_weights(w_ring, s_ring, full, it, t, LA: gl.constexpr, P: gl.constexpr)
     L: gl.constexpr = _layouts(BN, BLOCKS, gl.num_warps())
     stage = it % STAGES
     mbarrier.wait(full.index(stage), (it // STAGES) & 1)
+    scales = s_ring.index(stage)
     q = w_ring.index(stage).load(L[0]).reshape([ROWS_OF_WORDS, 16])
     q = gl.convert_layout(q, L[2], assert_trivial=True)
     if BN == 64:  # both halves of the scales were copied: TMA has no tile as small as one
         WHOLE: gl.constexpr = _layouts(128, BLOCKS, gl.num_warps())
-        s = s_ring.index(stage).load(WHOLE[1]).reshape([BLOCKS, 2, 32]).permute((0, 2, 1))
+        s = scales.load(WHOLE[1]).reshape([BLOCKS, 2, 32]).permute((0, 2, 1))
         lower, upper = gl.split(s)
         s = gl.where(t % 2 == 0, lower, upper).reshape([ROWS_OF_WORDS])
+    elif BK == 64:  # the scales of 128 columns were copied, likewise
+        PAIR: gl.constexpr = _layouts(BN, 2, gl.num_warps())
+        s = scales.load(PAIR[1]).reshape([GROUPS, 2, ROWS_OF_WORDS // GROUPS])
+        first, second = gl.split(s.permute((0, 2, 1)))
+        s = (second if HALF else first).reshape([ROWS_OF_WORDS])
     else:
-        s = s_ring.index(stage).load(L[1]).reshape([ROWS_OF_WORDS])
+        s = scales.load(L[1]).reshape([ROWS_OF_WORDS])
     s = gl.convert_layout(s, gl.SliceLayout(1, L[2]), assert_trivial=True)
     s0, s8 = gl.inline_asm_elementwise(
         _SCALES, "=r,=r,r", [s], dtype=(gl.int32, gl.int32), is_pure=True, pack=1

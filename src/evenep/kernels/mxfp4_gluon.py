@@ -36,7 +36,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     mbarrier,
     tma,
     warpgroup_mma,
-    warpgroup_mma_init,
     warpgroup_mma_wait,
 )
 
@@ -79,20 +78,21 @@ def _copy_weights(w_desc, s_desc, w_ring, s_ring, full, stage, block, t, P: gl.c
     BN: gl.constexpr = P.value.tile.bn
     BK: gl.constexpr = P.value.tile.bk
     bar = full.index(stage)
-    SCALED: gl.constexpr = P.value.tile.scaled
-    mbarrier.expect(bar, BN * BK // 2 + SCALED * BK // 32 + P.value.tile.rows * BK * 2)
+    SCALES: gl.constexpr = P.value.tile.scaled * P.value.tile.scale_columns // 32
+    mbarrier.expect(bar, BN * BK // 2 + SCALES + P.value.tile.rows * BK * 2)
     if BN == 64:  # half of each block's words
         for i in gl.static_range(BK // 64):
             words = w_ring.index(stage).slice(i * 16, 16, 0)
             row = (block + i) * 32 + t % 2 * 16
             tma.async_copy_global_to_shared(w_desc, [row, 0], bar, words)
         tma.async_copy_global_to_shared(s_desc, [block * 4, 0], bar, s_ring.index(stage))
+    S: gl.constexpr = P.value.tile.scale_columns // 16
     for i in gl.static_range(BN // 128):
         b = block + i * (P.value.KP // 64)
         words = w_ring.index(stage).slice(i * (BK // 2), BK // 2, 0)
-        scales = s_ring.index(stage).slice(i * (BK // 16), BK // 16, 0)
+        scales = s_ring.index(stage).slice(i * S, S, 0)
         tma.async_copy_global_to_shared(w_desc, [b * 32, 0], bar, words)
-        tma.async_copy_global_to_shared(s_desc, [b * 4, 0], bar, scales)
+        tma.async_copy_global_to_shared(s_desc, [b * 4 // S * S, 0], bar, scales)
 
 
 @gluon.jit
@@ -192,27 +192,28 @@ def _compute_tiles(
     for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
         acc = gl.full((BN, ROWS), 0.0, gl.float32, MMA)
         if P.value.tile.pipelined:
-            # An asynchronous product reads its A registers until the wait. Only `deps` keeps them
-            # from being reused, hence w0 and w1 in turn; one set carried along would be copied.
-            running = warpgroup_mma_init(acc)
+            # An asynchronous product reads its A registers until a wait says it is done. Only
+            # `deps` keeps them from being reused, hence w0 and w1 in turn; one set carried along
+            # would be copied. Products are queued behind those of the stage before, so that the
+            # tensor core never waits for this warp.
             w1 = gl.full((BN, BK), 0.0, gl.bfloat16, LA)
             for k in range(0, KP, 2 * BK):
-                w0 = load_weights(w_ring, s_ring, full, it, t, LA, P)
-                acc, _ = warpgroup_mma_wait(0, deps=[running, w1])
-                mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)
+                w0 = load_weights(w_ring, s_ring, full, it, t, 0, LA, P)
                 x0 = x_ring.index(it % STAGES).permute((1, 0))
                 running = warpgroup_mma(w0, x0, acc, is_async=True)
-                w1 = load_weights(w_ring, s_ring, full, it + 1, t, LA, P)
-                acc, _ = warpgroup_mma_wait(0, deps=[running, w0])
-                mbarrier.arrive(empty.index(it % STAGES), count=1)
+                acc, _ = warpgroup_mma_wait(1, deps=[running, w1])
+                mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1, pred=k > 0)
+                w1 = load_weights(w_ring, s_ring, full, it + 1, t, 1, LA, P)
                 x1 = x_ring.index((it + 1) % STAGES).permute((1, 0))
                 running = warpgroup_mma(w1, x1, acc, is_async=True)
+                acc, _ = warpgroup_mma_wait(1, deps=[running, w0])
+                mbarrier.arrive(empty.index(it % STAGES), count=1)
                 it += 2
-            acc, _ = warpgroup_mma_wait(0, deps=[running, w1])
+            acc, _ = warpgroup_mma_wait(0, deps=[acc, w1])
             mbarrier.arrive(empty.index((it + STAGES - 1) % STAGES), count=1)
         else:
             for _k in range(0, KP, BK):
-                w = load_weights(w_ring, s_ring, full, it, t, LA, P)
+                w = load_weights(w_ring, s_ring, full, it, t, 0, LA, P)
                 x = x_ring.index(it % STAGES).permute((1, 0))
                 running = warpgroup_mma(w, x, acc, is_async=True)
                 acc, _ = warpgroup_mma_wait(0, deps=[running, w])
@@ -250,7 +251,9 @@ def mxfp4_grouped_gemm(
     SCALES: gl.constexpr = gl.NVMMASharedLayout(64, 32, 2)
     w_ring = gl.allocate_shared_memory(gl.int32, [STAGES, BN * BK // 256, 32], WORDS)
     s_ring = gl.allocate_shared_memory(
-        gl.int32, [STAGES, P.value.tile.scaled * BK // 2048, 16], SCALES
+        gl.int32,
+        [STAGES, P.value.tile.scaled * P.value.tile.scale_columns // 2048, 16],
+        SCALES,
     )
     x_ring = gl.allocate_shared_memory(gl.bfloat16, [STAGES, P.value.tile.rows, BK], x_desc.layout)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())

@@ -24,7 +24,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..activation import Activation
 from . import mxfp4_gluon, mxfp4_layout
-from .mxfp4_tiles import Gemm, Tile, choose, fit, group_places
+from .mxfp4_tiles import Gemm, Tile, choose, fit, group_places, rows_of_tile
 from .weigh_rows import weigh_rows
 
 _KEEP = 4096  # launches known at once; far above layers x tiles x lanes
@@ -41,7 +41,7 @@ def weight_descriptors(words: Tensor, scales: Tensor, tile: Tile) -> tuple[Any, 
     of half of one block's words."""
     blocks = tile.bk // 64
     of_scales = TensorDescriptor.from_tensor(
-        scales.view(-1, 16), [blocks * 4, 16], _shared(32, swizzle=64)
+        scales.view(-1, 16), [tile.scale_columns // 16, 16], _shared(32, swizzle=64)
     )
     box = [16 if tile.bn == 64 else blocks * 32, 32]
     return TensorDescriptor.from_tensor(words.view(-1, 32), box, _shared(32)), of_scales
@@ -223,6 +223,7 @@ class ExpertMLP:
             tiles: gate+up's and down's, instead of the chosen ones.
         """
         G = count_G.shape[0]
+        likely = rows_of_tile(likely)  # so that few launches are to be known
         if weight_N is not None and self.shape.route_weight == "input":
             weigh_rows(rows_NH, weight_N, start_G, count_G, programs=sms * 4)
         weight_N = weight_N if self.shape.route_weight == "activation" else None

@@ -7,6 +7,10 @@ The choice reads two host numbers: the likely rows of a busy group decide a tile
 mean is a good guess: too small a tile costs more than too large a one), and the number of groups
 which of two shapes of small tiles fills the last wave of programs better.
 
+Many rows: what bounds a tile is the bytes that L2 hands an SM. A 128 x 128 tile copies 2 bytes of x
+and half a byte of weights a column and row: 40 bytes for each cycle of its products, when L2 has
+about 32 for each of 132 SMs. With 256 weight rows it is 25: weights are the cheap operand.
+
 Worked example: 132 SMs, 56 groups of 1 row, gate+up of NP = 6144: 48 n tiles x 56 = 2688 tiles.
 Two programs per SM need ceil(2688 / 264) = 11 waves, 93 % of their places used; three need
 ceil(2688 / 396) = 7, 97 %. That is 1.048 times better, below the 1.05 asked for: two it is.
@@ -28,9 +32,10 @@ class Tile:
         rows: x rows of a tile, the tensor core's n: 8 … 256.
         bn: weight rows of a tile: 128; 256 (where the padded rows allow it, else 128), which
             reads x half as often; 64, for twice as many tiles where there are few.
-        bk: columns per stage, 128 or 256.
+        bk: columns per stage, 64 (pipelined only), 128 or 256.
         stages: depth of the ring.
-        pipelined: decode a stage while the products of the one before run.
+        pipelined: decode a stage while the products of the one before run, and queue its own
+            behind them: the tensor core waits for nobody.
         warps: computing warps, 4 or 8; at most bn / 16.
         ctas: programs per SM.
         registers: cap per thread, 0 for none.
@@ -46,6 +51,11 @@ class Tile:
     ctas: int
     registers: int = 0
     exact: bool = False
+
+    @property
+    def scale_columns(self) -> int:
+        """Columns whose scales a stage copies: shared memory's swizzle has no pattern for 64."""
+        return max(self.bk, 128)
 
     @property
     def scaled(self) -> int:
@@ -108,8 +118,8 @@ TILES: dict[int, Tile] = {
     8: SMALL,
     16: Tile(16, 128, 128, 8, pipelined=True, warps=4, ctas=2, registers=128),
     32: Tile(32, 128, 128, 6, pipelined=True, warps=4, ctas=2, registers=128),
-    64: Tile(64, 128, 128, 3, pipelined=True, warps=4, ctas=2, registers=128),
-    128: Tile(128, 128, 128, 5, pipelined=True, warps=8, ctas=1),
+    64: Tile(64, 128, 64, 7, pipelined=True, warps=4, ctas=2, registers=128),
+    128: Tile(128, 256, 64, 8, pipelined=True, warps=8, ctas=1),
 }
 
 
@@ -123,6 +133,11 @@ def _filled(tiles: int, places: int) -> float:
     return tiles / (-(-tiles // places) * places)
 
 
+def rows_of_tile(likely: int) -> int:
+    """The key of ``TILES`` for groups of about so many rows."""
+    return next((r for r in TILES if r >= likely), max(TILES))
+
+
 def choose(likely: int, groups: int, NP: int, sms: int) -> Tile:
     """The tile of a launch.
 
@@ -132,7 +147,7 @@ def choose(likely: int, groups: int, NP: int, sms: int) -> Tile:
         NP: padded rows of the weight.
         sms: SMs to use.
     """
-    rows = next((r for r in TILES if r >= likely), max(TILES))
+    rows = rows_of_tile(likely)
     if rows > SMALL.rows:
         return fit(TILES[rows], NP)
     tiles = groups * NP // SMALL.bn
