@@ -51,6 +51,6 @@ def test_without_slots_there_is_no_fetch_to_leave_room_for() -> None:
     assert [(groups[2], sms) for _, _, groups, _, sms in machine.calls] == [(False, None)]
 
 
-def test_a_busy_group_has_twice_the_mean() -> None:
+def test_a_busy_group_has_twice_the_mean_as_a_power_of_two() -> None:
     cfg = config(num_experts=12, top_k=4, ranks=3)
-    assert [likely_rows(cfg, T) for T in (0, 1, 24)] == [1, 2, 48]
+    assert [likely_rows(cfg, T) for T in (0, 1, 24)] == [1, 2, 64]
