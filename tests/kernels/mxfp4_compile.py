@@ -120,6 +120,8 @@ def compiled(fields: dict[str, Any]) -> tuple[Any, Any]:
         gemm.GB - 1,
         torch.zeros(512) if gemm.weighted else None,
         torch.zeros(gemm.NP, dtype=torch.bfloat16) if gemm.bias else None,
+        some_G[:1],
+        16,
         out,
         gemm,
     )

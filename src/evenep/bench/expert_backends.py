@@ -75,6 +75,8 @@ class Gluon:
             groups.count_G,
             None,
             None,
+            None,
+            0,
             runner._sms * gemm.tile.ctas,
         )
 

@@ -146,6 +146,7 @@ class DeviceMachine(Machine):
             tensors={name: t[row : row + last - first] for name, t in stacked.items()},
             rows=self.capacity,
             likely=likely,
+            busy=plan.fetches_1,
         )
 
     def may_look(self) -> bool:

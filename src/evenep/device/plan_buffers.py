@@ -33,6 +33,7 @@ class DevicePlan:
         take_ER: ``[E, R]`` this rank's routes of expert e that go to rank r (``local_first``).
         row_ER: ``[E, R]`` row on rank r of the first of them, -1 where none.
         loads_R: ``[R]`` routes each rank computes.
+        fetches_1: ``[1]`` this rank's slots whose bytes must be fetched.
         stats: int64 ``[Z]``, see ``evenep.kernels.plan_runs.STATS``.
         policy: the policy asked for.
         scratch: what the launches hand each other; per lane, so that lanes may plan side by side.
@@ -48,6 +49,7 @@ class DevicePlan:
     take_ER: Tensor
     row_ER: Tensor
     loads_R: Tensor
+    fetches_1: Tensor
     stats: Tensor
     policy: str = ""
     scratch: dict[str, Tensor] = field(default_factory=dict, repr=False)

@@ -109,6 +109,7 @@ class DevicePlanner:
         def ints(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=self.device)
 
+        scratch = s.scratch(self.device)
         return DevicePlan(
             alloc_ER=ints(s.E, s.R),
             slot_RB=ints(s.R, s.B).fill_(-1),  # a plan without slots doesn't write it
@@ -120,8 +121,9 @@ class DevicePlanner:
             take_ER=ints(s.E, s.R),
             row_ER=ints(s.E, s.R),
             loads_R=ints(s.R),
+            fetches_1=scratch["part_RZ"][self.rank, 1:2],
             stats=torch.zeros(len(STATS), dtype=torch.int64, device=self.device),
-            scratch=s.scratch(self.device),
+            scratch=scratch,
         )
 
     def residency(self) -> DeviceResidency:

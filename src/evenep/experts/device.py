@@ -27,6 +27,8 @@ class Groups:
         tensors: the runner's tensors, ``[G, …]`` each, contiguous, row g for group g.
         rows: what the host knows: an upper bound on the sum of the counts (never wrong).
         likely: what the host guesses: rows of a busy group. Only speed may depend on it.
+        busy: int32 ``[1]`` on the device: replicas that are copied meanwhile. Where it is 0, a
+            runner that can look needn't leave SMs to the copies. None: unknown.
     """
 
     start_G: Tensor
@@ -34,6 +36,7 @@ class Groups:
     tensors: Mapping[str, Tensor]
     rows: int
     likely: int
+    busy: Tensor | None = None
 
 
 class DeviceRunner(ABC):

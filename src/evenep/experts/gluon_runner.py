@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..config import EPConfig
-from ..errors import InputError, UnsupportedError, explain
+from ..errors import StateError, UnsupportedError, explain
 from ..formats import TensorSpec
 from ..kernels import mxfp4_layout as layout
 from .device import DeviceRunner, Groups
@@ -151,7 +151,7 @@ class GluonRunner(DeviceRunner):
         if groups.rows == 0 or groups.count_G.shape[0] == 0:
             return
         if groups.rows > self._scratch_MI.shape[0]:
-            raise InputError(
+            raise StateError(
                 explain(
                     "more rows than the runner has scratch for",
                     expected=f"at most {self._scratch_MI.shape[0]} rows",
@@ -159,7 +159,9 @@ class GluonRunner(DeviceRunner):
                     fix="call reserve() with the largest Groups.rows",
                 )
             )
-        mlp = self._mlp if sms is None else self._mlp_apart
+        looks = sms is not None and groups.busy is not None
+        leave = self._sms - max(1, min(sms, self._sms)) if sms is not None else 0
+        mlp = self._mlp if sms is None or looks else self._mlp_apart
         mlp(
             rows_NH,
             weight_N,
@@ -169,7 +171,9 @@ class GluonRunner(DeviceRunner):
             self._scratch_MI,
             groups=min(groups.count_G.shape[0], groups.rows),
             likely=groups.likely,
-            sms=self._sms if sms is None else max(1, min(sms, self._sms)),
+            sms=self._sms if looks else self._sms - leave,
+            busy=groups.busy if looks else None,
+            leave=leave if looks else 0,
             tiles=self.tiles,
         )
 

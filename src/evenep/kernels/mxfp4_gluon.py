@@ -65,6 +65,19 @@ def _wait_for_earlier_launch():
 
 
 @gluon.jit
+def _taking_part(busy, away):
+    """Programs that share the tiles: all, or all but ``away`` while replicas are on their way.
+
+    The copies hold their multiprocessors before this launch starts. Programs without one then come
+    last, when the others are nearly done: they must find nothing to do.
+    """
+    programs = gl.num_programs(0)
+    if busy is not None:
+        programs = programs - gl.where(gl.load(busy) > 0, away, 0)
+    return programs
+
+
+@gluon.jit
 def _first_block(group, t, P: gl.constexpr):
     """First block of 128 rows x 64 columns that tile ``t`` is in, counted over all groups."""
     BN: gl.constexpr = P.value.tile.bn
@@ -106,6 +119,8 @@ def _copy_tiles(
     start_G,
     count_G,
     G,
+    busy,
+    away,
     w_ring,
     s_ring,
     x_ring,
@@ -121,7 +136,9 @@ def _copy_tiles(
     N_TILES: gl.constexpr = P.value.NP // P.value.tile.bn
     AHEAD: gl.constexpr = P.value.ahead
     table = group_table(start_G, count_G, G, P.value.GB, ROWS)
+    step = _taking_part(busy, away)
     tiles = gl.sum((table[2] + ROWS - 1) // ROWS, 0) * N_TILES
+    tiles = gl.where(gl.program_id(0) < step, tiles, 0)
     if P.value.early:
         if gl.program_id(0) < tiles:
             group, receive_row, scratch_row, left = find_block(
@@ -142,7 +159,7 @@ def _copy_tiles(
                 )
         _wait_for_earlier_launch()
     it = 0
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for t in range(gl.program_id(0), tiles, step):
         group, receive_row, scratch_row, left = find_block(table, t // N_TILES, ROWS)
         row = scratch_row if P.value.down else receive_row
         first = _first_block(group, t, P)
@@ -176,7 +193,20 @@ def _copy_tiles(
 
 @gluon.jit
 def _compute_tiles(
-    start_G, count_G, G, weight_N, bias, out, w_ring, s_ring, x_ring, full, empty, P: gl.constexpr
+    start_G,
+    count_G,
+    G,
+    weight_N,
+    bias,
+    busy,
+    away,
+    out,
+    w_ring,
+    s_ring,
+    x_ring,
+    full,
+    empty,
+    P: gl.constexpr,
 ):
     """The computing warps: decode, multiply, finish."""
     KP: gl.constexpr = P.value.KP
@@ -187,9 +217,11 @@ def _compute_tiles(
     MMA: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [gl.num_warps(), 1], [16, ROWS, 16])
     LA: gl.constexpr = gl.DotOperandLayout(0, MMA, 2)
     table = group_table(start_G, count_G, G, P.value.GB, ROWS)
+    step = _taking_part(busy, away)
     tiles = gl.sum((table[2] + ROWS - 1) // ROWS, 0) * (P.value.NP // BN)
+    tiles = gl.where(gl.program_id(0) < step, tiles, 0)
     it = 0
-    for t in range(gl.program_id(0), tiles, gl.num_programs(0)):
+    for t in range(gl.program_id(0), tiles, step):
         acc = gl.full((BN, ROWS), 0.0, gl.float32, MMA)
         if P.value.tile.pipelined:
             # An asynchronous product reads its A registers until a wait says it is done. Only
@@ -223,8 +255,8 @@ def _compute_tiles(
 
 
 @gluon.jit(
-    do_not_specialize=["G"],
-    do_not_specialize_on_alignment=["start_G", "count_G", "weight_N", "bias"],
+    do_not_specialize=["G", "away"],
+    do_not_specialize_on_alignment=["start_G", "count_G", "weight_N", "bias", "busy"],
 )
 def mxfp4_grouped_gemm(
     w_desc,
@@ -238,6 +270,8 @@ def mxfp4_grouped_gemm(
     G,
     weight_N,
     bias,
+    busy,
+    away,
     out,
     P: gl.constexpr,
 ):
@@ -265,7 +299,22 @@ def mxfp4_grouped_gemm(
         [
             (
                 _compute_tiles,
-                (start_G, count_G, G, weight_N, bias, out, w_ring, s_ring, x_ring, full, empty, P),
+                (
+                    start_G,
+                    count_G,
+                    G,
+                    weight_N,
+                    bias,
+                    busy,
+                    away,
+                    out,
+                    w_ring,
+                    s_ring,
+                    x_ring,
+                    full,
+                    empty,
+                    P,
+                ),
             ),
             (
                 _copy_tiles,
@@ -279,6 +328,8 @@ def mxfp4_grouped_gemm(
                     start_G,
                     count_G,
                     G,
+                    busy,
+                    away,
                     w_ring,
                     s_ring,
                     x_ring,

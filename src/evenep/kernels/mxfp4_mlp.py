@@ -88,8 +88,13 @@ class Ready:
     ) -> None:
         self._launch, self._descriptors, self._gemm = compiled[grid], descriptors, gemm
 
+    @property
+    def per_sm(self) -> int:
+        """Programs of a multiprocessor."""
+        return self._gemm.tile.ctas
+
     def __call__(self, *rest: Any) -> None:
-        """Queue it; ``rest`` is start_G, count_G, G, weight_N, bias, out."""
+        """Queue it; ``rest`` is start_G, count_G, G, weight_N, bias, busy, away, out."""
         self._launch(*self._descriptors, *rest, self._gemm)
 
 
@@ -110,6 +115,8 @@ class GroupedGemm:
         count_G: Tensor,
         weight_N: Tensor | None,
         bias: Tensor | None,
+        busy: Tensor | None,
+        away: int,
         programs: int,
     ) -> Ready:
         """Queue one launch of ``programs`` programs on the current stream.
@@ -126,8 +133,9 @@ class GroupedGemm:
             x.data_ptr(),
             x.shape[0],
             x.device.index,
+            busy is None,
         )
-        rest = (start_G, count_G, G, weight_N, bias, out, gemm)
+        rest = (start_G, count_G, G, weight_N, bias, busy, away, out, gemm)
         known = self._known.get(key)
         if known is not None:
             ready = Ready(*known, grid, gemm)
@@ -205,6 +213,8 @@ class ExpertMLP:
         groups: int,
         likely: int,
         sms: int,
+        busy: Tensor | None = None,
+        leave: int = 0,
         tiles: tuple[Tile, Tile] | None = None,
     ) -> None:
         """Overwrite each group's rows with its expert's outputs.
@@ -220,6 +230,8 @@ class ExpertMLP:
             groups: at most this many groups have rows.
             likely: rows of a busy group.
             sms: SMs to use.
+            busy: int32 ``[1]`` on the device, None: 0. Where it isn't 0, ``leave`` of the SMs are
+                left to whoever made it so.
             tiles: gate+up's and down's, instead of the chosen ones.
         """
         G = count_G.shape[0]
@@ -229,32 +241,46 @@ class ExpertMLP:
         weight_N = weight_N if self.shape.route_weight == "activation" else None
         biases = tensors.get("w13_bias"), tensors.get("w2_bias")
         places = [rows_NH.data_ptr(), scratch_MI.data_ptr(), *map(_address, _WEIGHTS(tensors))]
-        hosts = (rows_NH.shape[0], scratch_MI.shape[0], G, groups, likely, sms, self.overlap)
+        hosts = (
+            rows_NH.shape[0],
+            scratch_MI.shape[0],
+            G,
+            groups,
+            likely,
+            sms,
+            busy is None,
+            self.overlap,
+        )
         key = (*places, *hosts, weight_N is None, biases[0] is None, tiles)
         ready = self._ready.get(key)
         if ready is not None:
-            ready[0](start_G, count_G, G, weight_N, biases[0], scratch_MI)
-            ready[1](start_G, count_G, G, None, biases[1], rows_NH)
+            up, down = ready
+            away = leave * up.per_sm
+            up(start_G, count_G, G, weight_N, biases[0], busy, away, scratch_MI)
+            away = leave * down.per_sm
+            down(start_G, count_G, G, None, biases[1], busy, away, rows_NH)
             return
         made = []
-        for down in (False, True):
-            name = "w2" if down else "w13"
+        for second in (False, True):
+            name = "w2" if second else "w13"
             words = tensors[f"{name}_words"]
             NP = words.shape[1] * mxfp4_layout.N_TILE
-            tile = tiles[down] if tiles else choose(likely, groups, NP, sms)
-            weighted = weight_N is not None and not down
-            gemm = self.gemm(down, tile, G, bias=biases[down] is not None, weighted=weighted)
+            tile = tiles[second] if tiles else choose(likely, groups, NP, sms)
+            weighted = weight_N is not None and not second
+            gemm = self.gemm(second, tile, G, bias=biases[second] is not None, weighted=weighted)
             made.append(
                 self._launch(
                     gemm,
                     words,
                     tensors[f"{name}_scales"],
-                    scratch_MI if down else rows_NH,
-                    rows_NH if down else scratch_MI,
+                    scratch_MI if second else rows_NH,
+                    rows_NH if second else scratch_MI,
                     start_G,
                     count_G,
                     weight_N if weighted else None,
-                    biases[down],
+                    biases[second],
+                    busy,
+                    leave * gemm.tile.ctas,
                     programs=sms * gemm.tile.ctas,
                 )
             )
