@@ -90,6 +90,9 @@ class GluonRunner(DeviceRunner):
     The scratch between the GEMMs holds only rows that exist: row i of group g is at (rows of the
     groups before g) + i, so ``reserve(M)`` takes 2 M I bytes however large the receive buffer is.
 
+    SiTU's tanh is the GPU's own instruction: relative error up to 2^-11, a quarter of what the
+    rounding to BF16 behind it may add.
+
     There is one scratch, so calls must be ordered: one stream at a time.
 
     The first call of each class of ``likely`` (8, 16, 32, 64, 128 rows) compiles two kernels, a
