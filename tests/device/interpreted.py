@@ -69,6 +69,7 @@ def config(**changes: Any) -> EPConfig:
         "hidden_size": 32,
         "intermediate_size": 32,
         "max_tokens_per_rank": 6,
+        "timeout_s": 60.0,
         "runner": "triton",
     }
     return cases.config(**(sizes | changes))
