@@ -27,6 +27,7 @@ import torch.distributed as dist
 
 from .errors import ConfigError, EvenEPError, LaunchError, explain
 from .group import EPGroup
+from .settings import allow_shared_gpu
 from .support import require_transport
 
 Event = Callable[[int, Any], None]
@@ -107,7 +108,7 @@ class _Job:
             return contextlib.nullcontext()
         if self.transport == "symm":
             # Several ranks may share a GPU; torch refuses that unless it is asked not to.
-            os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
+            allow_shared_gpu()
             torch.cuda.set_device(rank % torch.cuda.device_count())
         return torch.cuda.stream(torch.cuda.Stream())
 

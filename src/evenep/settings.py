@@ -64,3 +64,8 @@ def catalogue() -> list[tuple[str, str, str]]:
         (f.metadata["env"], str(getattr(defaults, f.name)), f.metadata["help"])
         for f in fields(Settings)
     ]
+
+
+def allow_shared_gpu() -> None:
+    """Let torch's symmetric memory span processes that share a GPU, unless it was told otherwise."""
+    os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")

@@ -123,11 +123,13 @@ class Problem:
         tile: Tile | None = None,
         sms: int | None = None,
         rows: Tensor | None = None,
+        busy: Tensor | None = None,
     ) -> Tensor:
         out = (self.rows if rows is None else rows).clone()
         self.runner._scratch_MI.fill_(float("nan"))
         self.runner.tiles = (tile, tile) if tile else None
-        self.runner.run(out, self.weight_N, self.groups(likely), sms)
+        groups = dataclasses.replace(self.groups(likely), busy=busy)
+        self.runner.run(out, self.weight_N, groups, sms)
         torch.cuda.synchronize()
         return out
 
@@ -246,6 +248,16 @@ def test_a_row_has_the_same_bits_in_every_tile_slot_and_company() -> None:
     moved.rows[GAP : GAP + 4] = problem.rows[last.start + 50 : last.start + 54]
     got = moved.run()[GAP : GAP + 4]
     assert torch.equal(bits(got), bits(first[last.start + 50 : last.start + 54]))
+
+
+@gpu
+def test_sms_are_left_where_the_device_says_that_a_fetch_is_under_way() -> None:
+    problem = Problem.make(config(hidden_size=1024, intermediate_size=768), [1, 0, 5, 33, 140])
+    first = problem.run()
+    for moving in (0, 1, 3):
+        busy = torch.tensor([moving], dtype=torch.int32, device="cuda")
+        for sms in (1, 7, 124):
+            assert torch.equal(bits(problem.run(sms=sms, busy=busy)), bits(first)), (moving, sms)
 
 
 @gpu

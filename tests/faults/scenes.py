@@ -10,6 +10,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
 from evenep import Engine, EPGroup
 from evenep.errors import PeerDied, PeerError
 from evenep.launch import report
@@ -110,7 +112,7 @@ def meet(engine: Engine, fault: Fault, number: int) -> PeerError | None:
             ready[0] = time.monotonic()
 
     try:
-        harness.walk(engine, number, LAYER, before)
+        got = harness.walk(engine, number, LAYER, before)
     except PeerError as error:
         at = time.monotonic()
         if me != fault.victim:
@@ -120,6 +122,8 @@ def meet(engine: Engine, fault: Fault, number: int) -> PeerError | None:
         engine.poison(error)
         return None
     assert me == fault.victim, "a survivor's step went through"
+    want = harness.answer(me, number, LAYER, engine.group.device)
+    assert torch.equal(got, want), "the victim's own step went through, and wrong"
     return None
 
 
