@@ -67,5 +67,5 @@ def catalogue() -> list[tuple[str, str, str]]:
 
 
 def allow_shared_gpu() -> None:
-    """Let torch's symmetric memory span processes that share a GPU, unless it was told otherwise."""
+    """Let torch's symmetric memory span processes of one GPU, unless it was told otherwise."""
     os.environ.setdefault("TORCH_SYMM_MEM_ALLOW_OVERLAPPING_DEVICES", "1")
