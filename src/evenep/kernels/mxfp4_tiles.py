@@ -120,6 +120,7 @@ TILES: dict[int, Tile] = {
     32: Tile(32, 128, 128, 6, pipelined=True, warps=4, ctas=2, registers=128),
     64: Tile(64, 128, 64, 7, pipelined=True, warps=4, ctas=2, registers=128),
     128: Tile(128, 256, 64, 8, pipelined=True, warps=8, ctas=1),
+    256: Tile(256, 128, 64, 5, pipelined=True, warps=8, ctas=1),
 }
 
 
