@@ -117,6 +117,10 @@ class EPConfig:
             "max_tokens_per_rank",
             f"ranks * max_tokens_per_rank * top_k <= {INT32_MAX} (rows are int32)",
         )
+        groups = 2 * self.experts_per_rank  # homes, and at most as many replicas
+        padding = (self.row_alignment - 1) * groups
+        padded = self.ranks * self.max_tokens_per_rank * self.top_k + padding
+        self._require(padded <= INT32_MAX, "row_alignment", f"<= {INT32_MAX} rows with padding")
         if isinstance(self.activation, str):
             object.__setattr__(self, "activation", Activation(self.activation))
         self._require(

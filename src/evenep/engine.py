@@ -308,9 +308,9 @@ class Engine:
                 step.abandon()
         self._machine.halt()
         self.transport.reset()
-        self._machine.restart()
-        self._steps = [None] * self.cfg.in_flight
         try:
+            self._machine.restart()
+            self._steps = [None] * self.cfg.in_flight
             self._epoch = agreed_max(self.transport, self._epoch, Tag("reset"))
         except BaseException as error:
             self.transport.fail(error)
@@ -382,6 +382,10 @@ class Engine:
         poison = self.settings.poison  # it adds a wait to every step
         homes, layers = self.placement.home_E.tolist(), list(experts.layers)
         return repr([self.cfg.digest(), homes, layers, hardware, poison])
+
+    def replaying(self) -> contextlib.AbstractContextManager[None]:
+        """Around a replay of captured steps."""
+        return self._machine.replaying()
 
     @contextlib.contextmanager
     def collect_records(self) -> Iterator[list[Callable[[], StepRecord]]]:

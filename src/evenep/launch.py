@@ -78,7 +78,9 @@ def launch(
     if ranks < 1:
         raise ConfigError(explain("bad ranks", where="launch", expected="ranks >= 1", got=ranks))
     run = _launch_threads if transport == "threads" else _launch_processes
-    job = _Job(fn, ranks, transport, device, tuple(args))
+    shared = device == "cuda" and transport == "threads"
+    gpu = torch.cuda.current_device() if shared else 0
+    job = _Job(fn, ranks, transport, device, tuple(args), gpu)
     outcomes = run(job, on_event, grace_s, timeout_s)
     failures = {r: o for r, (ok, o) in outcomes.items() if not ok}
     if failures:
@@ -98,6 +100,7 @@ class _Job:
     transport: str
     device: str
     args: tuple[object, ...]
+    gpu: int = 0
 
     def group(self, store: dist.Store, rank: int) -> EPGroup:
         return EPGroup(store, rank, self.ranks, transport=self.transport, device=self.device)
@@ -110,6 +113,8 @@ class _Job:
             # Several ranks may share a GPU; torch refuses that unless it is asked not to.
             allow_shared_gpu()
             torch.cuda.set_device(rank % torch.cuda.device_count())
+        else:
+            torch.cuda.set_device(self.gpu)  # a new thread would start on the first
         return torch.cuda.stream(torch.cuda.Stream())
 
 

@@ -7,6 +7,7 @@ windows: weights, slots, receive buffers. A ``Work`` is one step under way.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 from torch import Tensor
@@ -133,6 +134,10 @@ class Machine(ABC):
     def trouble(self) -> Exception | None:
         """What went wrong with work queued earlier, if that is known by now."""
         return None
+
+    def replaying(self) -> AbstractContextManager[None]:
+        """Around a replay of captured steps, which may use all of the machine's memory."""
+        return nullcontext()
 
     @abstractmethod
     def halt(self) -> None:

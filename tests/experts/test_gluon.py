@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from evenep import Activation, EPConfig
-from evenep.errors import InputError, UnsupportedError
+from evenep.errors import StateError, UnsupportedError
 from evenep.experts.device import Groups
 from evenep.experts.gluon_runner import GluonRunner
 from evenep.formats import format_of
@@ -312,7 +312,7 @@ def test_no_rows_on_the_host_or_on_the_device_is_no_work() -> None:
 @gpu
 def test_more_rows_than_reserved_are_refused() -> None:
     problem = Problem.make(config(), [4])
-    with pytest.raises(InputError, match="reserve"):
+    with pytest.raises(StateError, match="reserve"):
         problem.runner.run(problem.rows, None, problem.groups(rows=5))
 
 

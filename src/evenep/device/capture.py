@@ -58,7 +58,8 @@ class Captured(Generic[Result]):
         self._engine.require_idle("replay")  # it uses the lanes it was recorded on
         assert isinstance(self._engine.transport, DeviceTransport)
         try:
-            self._engine.transport.replay(self._graph)
+            with self._engine.replaying():
+                self._engine.transport.replay(self._graph)
         except BaseException as error:
             self._engine.poison(error)
             raise

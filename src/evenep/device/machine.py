@@ -19,7 +19,9 @@ A step's kernels, in order, on the caller's stream (the fetch runs beside, on a 
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -42,9 +44,12 @@ from .buffers import Lane, rows_capacity
 from .measure import measure, measure_planning
 from .planner import DevicePlanner, DeviceResidency
 from .runner_times import RunnerTimes, problem
-from .streams import streams_of
+from .streams import Turn, streams_of
 from .timeline import Timelines
 from .warm_up import warm_up
+
+CAPTURED = 1024
+"""Captured steps whose statistics are kept apart."""
 
 
 class DeviceMachine(Machine):
@@ -59,6 +64,8 @@ class DeviceMachine(Machine):
         cfg, device = setup.cfg, self.device
         self.runner: DeviceRunner = make_device_runner(cfg, device)
         self._require_same_layout()
+        self._roomy: set[str] = set()
+        self._require_room(cfg.policy)
         self.store = ExpertStore(
             cfg, setup.placement, setup.transport, setup.experts.layers, self.runner
         )
@@ -101,13 +108,17 @@ class DeviceMachine(Machine):
         self._empty_slots()
         # What steps did, and whether kernels found something wrong, written by the GPU.
         stats = self.lanes[0].plan.stats
-        ring = self.streams.landing(RECORDS * stats.numel(), stats.dtype)
-        self.stats_ring = ring.view(RECORDS, stats.numel())
+        rows = RECORDS + CAPTURED
+        landing = self.streams.landing(rows * stats.numel(), stats.dtype)
+        self._landing = landing.view(rows, stats.numel())
         self.status = self.streams.landing(cfg.in_flight, torch.int32)
         self._said = self.status.numpy()
-        self.steps, self.timelines = 0, Timelines(self.streams)
+        self._steps, self._captured, self.timelines = 0, 0, Timelines(self.streams)
+        # Two streams may hold steps: a lane's memory and the runner's scratch go from one to the
+        # other in order.
+        self.lane_turns = [Turn(self.streams) for _ in range(cfg.in_flight)]
+        self.runner_turn = Turn(self.streams)
         self._groups: dict[tuple[int, int, bool, int], Groups] = {}
-        self._roomy: set[str] = set()
         warm_up(self, setup.experts.layers[0])
 
     @property
@@ -127,6 +138,26 @@ class DeviceMachine(Machine):
         work.gate("counts")
         work.make_plan()
         return work
+
+    def landing_row(self) -> Tensor:
+        """Where a step's statistics go: rows take turns; a captured step keeps one of its own."""
+        if self.streams.capturing():
+            self._captured += 1
+            return self._landing[RECORDS + self._captured % CAPTURED]
+        self._steps += 1
+        return self._landing[self._steps % RECORDS]
+
+    @contextlib.contextmanager
+    def replaying(self) -> Iterator[None]:
+        """Around a replay on the current stream: it uses any lane, and the runner."""
+        turns = (*self.lane_turns, self.runner_turn)
+        for turn in turns:
+            turn.take()
+        yield
+        event = self.streams.event(timing=False)
+        event.record(self.streams.current())
+        for turn in turns:
+            turn.give(event)
 
     def groups(self, layer: int, lane: int, *, slots: bool, likely: int) -> Groups:
         """A lane's groups of home experts, or of replicas."""
@@ -233,7 +264,7 @@ class DeviceMachine(Machine):
         """
         if policy in self._roomy:
             return
-        cfg, home_rows = self.cfg, self.store.home_rows
+        cfg, home_rows = self.cfg, self.placement.max_experts_per_rank
         needed = cap_routes(cfg, home_rows, policy)
         given = cap_routes(cfg, home_rows)
         slots = home_rows if policy == "exact" and cfg.ranks > 1 else 0

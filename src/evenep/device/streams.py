@@ -75,6 +75,31 @@ class Streams(ABC):
         """Zeros in host memory that queued copies can write to without waiting."""
 
 
+class Turn:
+    """Memory that one stream uses at a time: another stream waits for the last user's event.
+
+    Inside a capture nothing outside it can be waited for; ``Captured`` takes and gives the turns
+    around a replay.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self._streams = streams
+        self._last: tuple[Stream, Event] | None = None
+
+    def take(self) -> None:
+        """What the current stream does from now on comes after the last user."""
+        if self._last is None or self._streams.capturing():
+            return
+        stream = self._streams.current()
+        if stream != self._last[0]:
+            stream.wait_event(self._last[1])
+
+    def give(self, event: Event) -> None:
+        """The current stream's use ends at an event it has recorded."""
+        if not self._streams.capturing():
+            self._last = self._streams.current(), event
+
+
 def streams_of(device: torch.device) -> Streams:
     """The device's."""
     return CudaStreams(device) if device.type == "cuda" else HostStreams()

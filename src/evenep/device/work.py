@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from ..errors import StateError, explain
+from ..errors import LeaseError, StateError, explain
 from ..kernels.combine import combine_compact, combine_exact, fold
 from ..kernels.count import check_headers, count_routes, push_counts
 from ..kernels.dispatch import dispatch
 from ..kernels.fetch import FETCH_PROGRAMS, fetch_slots
 from ..kernels.positions import place_routes
 from ..kernels.settle import settle
-from ..machine import RECORDS, Opening, Work
+from ..machine import Opening, Work
 from ..observe import StepRecord
 from ..plan import Plan
 from ..plan.policies import POLICIES
@@ -39,15 +39,15 @@ class DeviceWork(Work):
         self._dest_TK, self._row_TK = self._memory.dest_SK[:T], self._memory.row_SK[:T]
         self.timeline = machine.timelines.start()
         self._fetching = machine.cfg.slots > 0 and opening.policy != "static"
-        self._planned_s = 0.0
         self._record: StepRecord | None = None
-        self._ring = machine.steps % RECORDS
-        machine.steps += 1
+        self._stats = machine.landing_row()
+        self._ended = False
 
     # ---- counts and plan
 
     def count(self) -> None:
         """Count this rank's routes and tell every rank."""
+        self._machine.lane_turns[self._opening.lane].take()
         machine, opening, memory = self._machine, self._opening, self._memory
         E = machine.cfg.num_experts
         ids_TK = opening.ids_TK.contiguous()
@@ -77,13 +77,18 @@ class DeviceWork(Work):
             self._row_TK,
             machine.capacity,
         )
-        machine.stats_ring[self._ring].copy_(memory.plan.stats, non_blocking=True)
+        self._stats.copy_(memory.plan.stats, non_blocking=True)
         self.timeline.mark("plan")
 
     @property
     def plan(self) -> Plan:
         self._refuse_capture("Step.plan")
-        return self._machine.planner.snapshot(self._memory.plan, self._memory.counts_RE)
+        if self._ended:
+            raise LeaseError(
+                explain("the lane's plan is another step's by now", where="Step.plan", got="ENDED")
+            )
+        held = self._machine.residency[self._opening.layer, self._opening.lane]
+        return self._machine.planner.snapshot(self._memory.plan, self._memory.counts_RE, held)
 
     # ---- the verbs
 
@@ -140,18 +145,22 @@ class DeviceWork(Work):
 
     def run_groups(self) -> None:
         """Home groups beside the fetch, then slot groups once their bytes are here."""
+        turn = self._machine.runner_turn
+        turn.take()
         self._run(slots=False)
         self.timeline.mark("home")
         if self._fetching:
             self._machine.streams.current().wait_event(self.timeline.event("fetched"))
             self._run(slots=True)
         self.timeline.mark("computed")
+        turn.give(self.timeline.event("computed"))
 
     def combine(self, out: Tensor | None) -> Tensor:
         self.fold()
         self.gate("combine")
         y_TH = self.collect(out)
         self.timeline.mark("combined")
+        self._machine.lane_turns[self._opening.lane].give(self.timeline.event("combined"))
         machine, lane = self._machine, self._opening.lane
         said = self._memory.routes.status[:1]
         machine.status[lane : lane + 1].copy_(said, non_blocking=True)
@@ -192,6 +201,7 @@ class DeviceWork(Work):
         return self._memory.rows.local[: int(self._memory.plan.rows_1)]
 
     def end(self) -> None:
+        self._ended = True
         # Thousands of records are kept; they must not keep the router's outputs.
         nothing = self._opening.ids_TK[:0].clone(), self._opening.weights_TK[:0].clone()
         self._opening = replace(self._opening, ids_TK=nothing[0], weights_TK=nothing[1])
@@ -201,15 +211,12 @@ class DeviceWork(Work):
 
     # ---- what it did
 
-    def planned(self, seconds: float) -> None:
-        self._planned_s = seconds
-
     def record(self) -> StepRecord:
         if self._record is None or not self.timeline.timing:  # a replay has a new one each time
             self._refuse_capture("Step.record")
             machine, opening = self._machine, self._opening
             self.timeline.wait()
-            stats = machine.planner.describe(machine.stats_ring[self._ring], opening.policy)
+            stats = machine.planner.describe(self._stats, opening.policy)
             self._record = StepRecord(
                 layer=opening.layer,
                 epoch=opening.epoch,

@@ -13,6 +13,7 @@ then fails or miscomputes, so making a runner multiplies a small problem first.
 from __future__ import annotations
 
 import functools
+import threading
 from collections.abc import Mapping, Sequence
 from types import ModuleType
 
@@ -26,6 +27,9 @@ from ..kernels.launch import sm_count
 from ..kernels.quantize import GROUP, quantize_rows, quantize_rows_ref
 from .compact import CompactRunner
 from .device import Groups
+
+SETTINGS = threading.Lock()
+"""DeepGEMM's alignment and SM count belong to the process; ranks may be threads of one."""
 
 _FEW = 64  # rows of a busy group up to which groups start at multiples of 64
 _MULTIPLE = {"bf16": 64, "fp8": 128}  # of hidden_size and intermediate_size
@@ -46,6 +50,7 @@ class DeepGemmRunner(CompactRunner):
             )
         super().__init__(cfg, device)
         self._gemm = load()
+        self._h_MW, self._o_MH = self._empty(0, cfg.w13_rows), self._empty(0, cfg.hidden_size)
 
     @property
     def classes(self) -> Sequence[int]:
@@ -57,6 +62,8 @@ class DeepGemmRunner(CompactRunner):
     def reserve(self, rows: int) -> None:
         super().reserve(rows)
         cfg, M = self.cfg, self.compact_rows(rows)
+        if self._h_MW.shape[0] >= M:
+            return
         self._h_MW, self._o_MH = self._empty(M, cfg.w13_rows), self._empty(M, cfg.hidden_size)
         if cfg.weight_format == "fp8":
             K = max(cfg.hidden_size, cfg.intermediate_size)
@@ -74,16 +81,20 @@ class DeepGemmRunner(CompactRunner):
         M, K = x_MK.shape
         out_MN = (self._h_MW if name == "w13" else self._o_MH)[:M]
         every = sm_count(self.device)
-        self._gemm.set_num_sms(every if sms is None else min(sms, every))
+        sms_used = every if sms is None else min(sms, every)
         w_GNK = tensors[name]
         if self.cfg.weight_format == "bf16":
-            multiply(self._gemm, x_MK, w_GNK, out_MN, tiles)
+            with SETTINGS:
+                self._gemm.set_num_sms(sms_used)
+                multiply(self._gemm, x_MK, w_GNK, out_MN, tiles)
             return out_MN
         q_MK = self._codes[: M * K].view(M, K)
         scale_MQ = self._scales[: M * K // GROUP].view(K // GROUP, M).T
         quantize_rows(x_MK, q_MK, scale_MQ, tiles, sms)
         weights = (w_GNK, tensors[f"{name}_scale"])
-        multiply(self._gemm, (q_MK, scale_MQ), weights, out_MN, tiles)
+        with SETTINGS:
+            self._gemm.set_num_sms(sms_used)
+            multiply(self._gemm, (q_MK, scale_MQ), weights, out_MN, tiles)
         return out_MN
 
 
@@ -91,7 +102,10 @@ Operand = Tensor | tuple[Tensor, Tensor]
 
 
 def multiply(deep_gemm: ModuleType, x: Operand, w: Operand, out_MN: Tensor, tiles: Tiles) -> None:
-    """``out = x w^T`` for the groups' compact rows; other rows of ``out`` may be written."""
+    """``out = x w^T`` for the groups' compact rows; other rows of ``out`` may be written.
+
+    Call it with ``SETTINGS`` held.
+    """
     deep_gemm.set_mk_alignment_for_contiguous_layout(tiles.align)
     if isinstance(x, Tensor):
         product = deep_gemm.m_grouped_bf16_gemm_nt_contiguous
@@ -140,14 +154,16 @@ def _error_of_a_small_problem(deep_gemm: ModuleType, fmt: str, device: torch.dev
     w_GNK = torch.randn(len(counts), N, K, generator=random, device=device).bfloat16()
     out_MN = torch.full((256, N), torch.nan, dtype=torch.bfloat16, device=device)
     if fmt == "bf16":
-        multiply(deep_gemm, x_MK, w_GNK, out_MN, tiles)
+        with SETTINGS:
+            multiply(deep_gemm, x_MK, w_GNK, out_MN, tiles)
         exact_x, exact_w = x_MK.float(), w_GNK.float()
     else:
         q_MK, scale_MQ = quantize_rows_ref(x_MK)
         scale_MQ = scale_MQ.T.contiguous().T
         codes = w_GNK.to(torch.float8_e4m3fn)
         scale_G = torch.rand(len(counts), N // 128, K // 128, generator=random, device=device) + 0.5
-        multiply(deep_gemm, (q_MK, scale_MQ), (codes, scale_G), out_MN, tiles)
+        with SETTINGS:
+            multiply(deep_gemm, (q_MK, scale_MQ), (codes, scale_G), out_MN, tiles)
         exact_x = q_MK.float() * scale_MQ.repeat_interleave(128, 1)
         exact_w = codes.float() * scale_G.repeat_interleave(128, 1).repeat_interleave(128, 2)
     got = torch.cat([out_MN[:3], out_MN[128:198]]).float()

@@ -80,27 +80,37 @@ def relax_capture() -> None:
     _driver().cuThreadExchangeStreamCaptureMode(ctypes.byref(mode))
 
 
+_AT_ONCE = 255  # operations the driver takes in one call
+
+
 class Batch:
     """A fixed list of operations, made once, queued many times."""
 
     def __init__(self, operations: Sequence[Write | WaitFor]) -> None:
-        params = (_Param * len(operations))()
-        for param, op in zip(params, operations, strict=True):
-            waits = isinstance(op, WaitFor)
-            param.operation = _WAIT_VALUE_32 if waits else _WRITE_VALUE_32
-            param.address, param.value = op.address, op.value
-            param.flags = _WAIT_EQUAL if waits else 0
-        self._params, self._count = params, len(operations)
+        self._parts = [
+            _params(operations[i : i + _AT_ONCE]) for i in range(0, len(operations), _AT_ONCE)
+        ]
 
     def queue(self, stream: torch.cuda.Stream) -> None:
-        """Queue all of them, in order, in one call."""
+        """Queue all of them, in order."""
         handle = ctypes.c_void_p(stream.cuda_stream)
-        status = _driver().cuStreamBatchMemOp_v2(handle, self._count, self._params, 0)
-        if status:
-            raise TransportError(
-                explain(
-                    f"the driver refused memory operations on a stream (CUresult {status})",
-                    where="transport 'symm'",
-                    expected="cuStreamBatchMemOp_v2: a driver for CUDA 12 or newer",
+        for params in self._parts:
+            status = _driver().cuStreamBatchMemOp_v2(handle, len(params), params, 0)
+            if status:
+                raise TransportError(
+                    explain(
+                        f"the driver refused memory operations on a stream (CUresult {status})",
+                        where="transport 'symm'",
+                        expected="cuStreamBatchMemOp_v2: a driver for CUDA 12 or newer",
+                    )
                 )
-            )
+
+
+def _params(operations: Sequence[Write | WaitFor]) -> ctypes.Array[_Param]:
+    params = (_Param * len(operations))()
+    for param, op in zip(params, operations, strict=True):
+        waits = isinstance(op, WaitFor)
+        param.operation = _WAIT_VALUE_32 if waits else _WRITE_VALUE_32
+        param.address, param.value = op.address, op.value
+        param.flags = _WAIT_EQUAL if waits else 0
+    return params

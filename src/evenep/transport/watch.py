@@ -118,7 +118,7 @@ class Watch:
                         continue
                     waits = self._waits()
                     now = time.monotonic()
-                    if (state := (self._progress, self._steps(), tuple(waits))) != mark:
+                    if (state := (self._steps(), tuple(waits))) != mark:
                         since, mark = now, state
                     error = self._first_error(waits, now - since)
                     if error is not None:
@@ -149,6 +149,9 @@ class Watch:
         return found
 
     def _steps(self) -> int:
+        """Steps so far by the device's count; by the host's where nothing is followed."""
+        if not self._counters:
+            return self._progress
         with torch.cuda.stream(self._stream):
             return sum(int(counter) for counter in self._counters)
 
