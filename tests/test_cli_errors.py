@@ -25,7 +25,7 @@ BAD_RUN: list[tuple[tuple[str, ...], str]] = [
     (("--slots", "-1"), "--slots"),
     (("--magic", "1"), "--magic"),
     (("--transport", "magic"), "unknown transport (expected one of ['threads', 'shm'"),
-    (("--transport", "symm"), "Fix: use 'shm'"),
+    (("--transport", "symm"), "Fix: use transport='shm'"),
     (("--policy", "magic"), "unknown policy (expected one of ['static', 'exact'"),
     (("--policy", "exact", "--slots", "1"), "slots_per_rank >= experts_per_rank"),
     (("--reduction", "sum"), "bad reduction (expected one of ('compact', 'exact'), got sum)"),

@@ -222,7 +222,7 @@ def require_transport(transport: str, device: str, *, where: str) -> None:
                 where=where,
                 expected=f"one of {TRANSPORTS_OF[device]}",
                 got=transport,
-                fix=f"use transport='{TRANSPORTS_OF[device][-1]}'",
+                fix=f"use transport='{TRANSPORTS_OF[device][1]}'",
             )
         )
 

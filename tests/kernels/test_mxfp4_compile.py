@@ -159,7 +159,7 @@ def test_as_many_programs_fit_an_sm_as_the_grid_assumes(tile: Tile) -> None:
 
 def test_the_choice_follows_rows_and_waves() -> None:
     assert [choose(n, 56, 6144, 132).rows for n in (1, 8, 9, 16, 33, 64, 65, 4096)] == [
-        8, 8, 16, 16, 64, 64, 128, 128,
+        8, 8, 16, 16, 64, 64, 128, 256,
     ]  # fmt: skip
     assert choose(1, 56, 6144, 132) == SMALL
     assert choose(1, 4, 6144, 132) == SMALL, "one wave: more warps a tile"
