@@ -40,6 +40,7 @@ from .weights.source import ExpertWeights, Progress
 from .weights.store import ExpertStore
 
 if TYPE_CHECKING:
+    from .device.buckets import Buckets
     from .device.capture import Captured
 
 Result = TypeVar("Result")
@@ -223,6 +224,24 @@ class Engine:
         from .device.capture import Captured  # needs CUDA
 
         return Captured(self, fn)
+
+    def capture_buckets(
+        self, sizes: Sequence[int], layer: int = 0, *, policy: str | None = None
+    ) -> Buckets:
+        """Record a layer's step for several numbers of tokens. Collective.
+
+        Example::
+
+            step = engine.capture_buckets([1, 8, 64], layer=3)
+            y_TH = step(x_TH, ids_TK, weights_TK, tokens=most_of_any_rank)
+
+        Raises:
+            InputError: a size is not in 1 … ``max_tokens_per_rank``.
+            UnsupportedError, StateError: as ``capture``.
+        """
+        from .device.buckets import Buckets  # needs CUDA
+
+        return Buckets(self, sizes, layer, policy)
 
     def synchronize(self) -> None:
         """Wait until every step so far is done, well or not.

@@ -36,10 +36,10 @@ class InterpretedTransport(ShmTransport, DeviceTransport):
     def gate(self, tag: Tag, lane: int) -> None:
         self._wait(tag, lane)
 
-    def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
+    def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[int]:
         raise UnsupportedError(explain("nothing is queued here", where="capture"))
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+    def replay(self, graph: torch.cuda.CUDAGraph, number: int) -> None:
         raise UnsupportedError(explain("nothing is queued here", where="replay"))
 
 

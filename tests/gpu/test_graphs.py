@@ -6,8 +6,9 @@ import pytest
 import torch
 
 from evenep import Engine, EPConfig, EPGroup, ExpertWeights
-from evenep.errors import StateError, UnsupportedError
+from evenep.errors import AgreementError, PeerError, StateError, UnsupportedError
 from tests.cases import EAGER, config, launch_at
+from tests.harness import ON_GPU
 
 pytestmark = pytest.mark.gpu
 
@@ -110,3 +111,35 @@ def test_a_cpu_engine_captures_nothing() -> None:
             engine.capture(lambda: None)
 
     launch_at(body, 1, "threads")
+
+
+def _bucketed(group: EPGroup, cfg: EPConfig) -> None:
+    source = ExpertWeights.random(cfg, layers=2, seed=1)
+    with Engine(cfg, group, source, hardware=EAGER) as engine:
+        step = engine.capture_buckets([2, 8, 24], layer=1)
+        for turn in range(30):
+            x, ids, w = (t.cuda() for t in routing(cfg, group.rank, turn))
+            T = (5 * turn + 7 * group.rank) % 24  # ragged
+            most = max((5 * turn + 7 * r) % 24 for r in range(group.size))
+            got = step(x[:T], ids[:T], w[:T], tokens=most).clone()
+            want = engine(x[:T], ids[:T], w[:T], 1)
+            engine.synchronize()
+            assert torch.equal(got, want), turn
+
+
+@pytest.mark.parametrize("transport", ON_GPU)
+def test_a_step_in_a_larger_bucket_equals_eager(transport: str) -> None:
+    cfg = config(policy="bounded", epsilon=0.0, runner="triton", reduction="exact")
+    launch_at(_bucketed, 3, transport, (cfg,))
+
+
+def _mixed_up(group: EPGroup, cfg: EPConfig) -> None:
+    with Engine(cfg, group, ExpertWeights.random(cfg), hardware=EAGER) as engine:
+        x, ids, w = (t.cuda() for t in routing(cfg, group.rank, 0))
+        graphs = [engine.capture(lambda: engine(x, ids, w)) for _ in range(2)]
+        with pytest.raises((AgreementError, PeerError)):
+            graphs[group.rank % 2].replay()
+
+
+def test_ranks_that_replay_different_captures_are_told() -> None:
+    launch_at(_mixed_up, 2, "threads@cuda", (config(ranks=2),))

@@ -39,7 +39,10 @@ class Captured(Generic[Result]):
         try:
             fn()  # kernels compile and caches fill before anything is recorded
             engine.synchronize()
-            with engine.transport.capture(self._graph), engine.collect_records() as self._records:
+            with (
+                engine.transport.capture(self._graph) as self._number,
+                engine.collect_records() as self._records,
+            ):
                 self.result = fn()
             engine.require_idle("capture")
         except BaseException as error:
@@ -59,7 +62,7 @@ class Captured(Generic[Result]):
         assert isinstance(self._engine.transport, DeviceTransport)
         try:
             with self._engine.replaying():
-                self._engine.transport.replay(self._graph)
+                self._engine.transport.replay(self._graph, self._number)
         except BaseException as error:
             self._engine.poison(error)
             raise

@@ -23,8 +23,8 @@ from torch import Tensor
 from ..config import EPConfig
 from ..errors import UnsupportedError, explain
 from ..kernels.group_tiles import Tiles, group_tiles
-from ..kernels.launch import sm_count
 from ..kernels.quantize import GROUP, quantize_rows, quantize_rows_ref
+from ..kernels.sizing import num_sms
 from .compact import CompactRunner
 from .device import Groups
 
@@ -80,7 +80,7 @@ class DeepGemmRunner(CompactRunner):
     ) -> Tensor:
         M, K = x_MK.shape
         out_MN = (self._h_MW if name == "w13" else self._o_MH)[:M]
-        every = sm_count(self.device)
+        every = num_sms(self.device)
         sms_used = every if sms is None else min(sms, every)
         w_GNK = tensors[name]
         if self.cfg.weight_format == "bf16":

@@ -21,7 +21,7 @@ from torch import Tensor
 from ..activation import Activation
 from .bf16 import round_bf16, widen
 from .group_tiles import Tiles
-from .launch import grid_for
+from .sizing import grid_for
 
 
 @triton.jit

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .bf16 import round_bf16, widen
 from .group_tiles import Tiles
-from .launch import grid_for
+from .sizing import grid_for
 
 _BLOCK_H = 512
 

@@ -37,7 +37,7 @@ from ..activation import Activation
 from .activation import act_constants, act_value, gate_up_columns
 from .bf16 import round_bf16, widen
 from .group_tiles import Tiles
-from .launch import capability_major, grid_for, shared_bytes
+from .sizing import capability_major, grid_for, shared_bytes
 from .weight_tiles import add_products, load_tile
 
 _SWIZZLE = 8

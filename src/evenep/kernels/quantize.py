@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .bf16 import widen
 from .group_tiles import Tiles
-from .launch import grid_for
+from .sizing import grid_for
 
 GROUP = 128
 LARGEST = 448.0  # of E4M3

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
+from ..errors import AgreementError, explain
 from .base import Tag, Transfer
 from .gpu import DeviceTransport
 from .meeting import Meeting
@@ -30,6 +31,7 @@ class CudaThreadsTransport(ThreadsTransport, DeviceTransport):
     def __init__(self, meeting: Meeting, *, lanes: int, gather_words: int) -> None:
         self.device = torch.device("cuda", torch.cuda.current_device())
         self._fetch_stream = torch.cuda.Stream(self.device)
+        self._captures = 0
         super().__init__(meeting, lanes=lanes, gather_words=gather_words)
         # Two events a lane: a rank records the next one only after every peer has passed the
         # wait before it, so nobody can still be about to wait for the event that is reused.
@@ -50,11 +52,12 @@ class CudaThreadsTransport(ThreadsTransport, DeviceTransport):
         self._fetch_stream.synchronize()
 
     @contextlib.contextmanager
-    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[int]:
         """One graph holds all ranks: rank 0's, which the others' streams fork off and join again.
 
         Other ranks' ``graph`` stays empty.
         """
+        self._captures += 1
         tag, outside, stream = Tag("construct"), self.lanes, torch.cuda.current_stream()
         fork, ends = self._peer_events[0][outside][0], [e[outside][1] for e in self._peer_events]
         stream.synchronize()
@@ -67,7 +70,7 @@ class CudaThreadsTransport(ThreadsTransport, DeviceTransport):
         if self.rank:
             stream.wait_event(fork)
         try:
-            yield
+            yield self._captures
             ends[self.rank].record()
             self._meet(tag, outside)
         except BaseException:
@@ -81,12 +84,21 @@ class CudaThreadsTransport(ThreadsTransport, DeviceTransport):
             graph.capture_end()
         self._meet(tag, outside)
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        outside = self.lanes
-        self._wait(Tag("counts"), outside)
+    def replay(self, graph: torch.cuda.CUDAGraph, number: int) -> None:
+        outside, tag = self.lanes, Tag("counts")
+        said = self.all_gather(torch.tensor([number]), tag, outside).flatten().tolist()
+        if len(set(said)) > 1:  # rank 0's graph holds all of them
+            raise AgreementError(
+                explain(
+                    "ranks replay different captures",
+                    where=f"rank {self.rank}",
+                    got=f"by rank: {said}",
+                    fix="make the same calls in the same order on every rank",
+                )
+            )
         if self.rank == 0:
             graph.replay()
-        self._wait(Tag("counts"), outside)
+        self._wait(tag, outside)
 
     def _hand_around(
         self, mine: list[list[torch.cuda.Event]]

@@ -36,12 +36,15 @@ class DeviceTransport(Transport):
         """What was queued is done: look whether it was let through by a peer that failed."""
 
     @abstractmethod
-    def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[None]:
-        """Record what is queued inside the block into graphs, gates included. Collective."""
+    def capture(self, graph: torch.cuda.CUDAGraph) -> AbstractContextManager[int]:
+        """Record what is queued inside the block into graphs, gates included. Collective.
+
+        Yields the capture's number, equal on all ranks.
+        """
 
     @abstractmethod
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
-        """Queue a captured graph on the current stream. Collective."""
+    def replay(self, graph: torch.cuda.CUDAGraph, number: int) -> None:
+        """Queue a captured graph on the current stream. Collective: all replay one number."""
 
 
 _streams: dict[tuple[int, int, int], torch.cuda.Stream] = {}

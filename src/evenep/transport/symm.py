@@ -57,6 +57,7 @@ class SymmTransport(ShmTransport, DeviceTransport):
         self._kept: list[object] = []  # handles and stores that torch doesn't keep alive
         self._fetch_stream = torch.cuda.Stream(self.device)
         self._pads: list[Tensor] = []
+        self._captures = 0
         self._word, self._ending = threading.Lock(), False
         super().__init__(meeting, lanes=lanes, gather_words=gather_words)
         words = (lanes + 1) * len(GATES) * self.size
@@ -156,14 +157,15 @@ class SymmTransport(ShmTransport, DeviceTransport):
         self._fetch_stream.synchronize()
 
     @contextlib.contextmanager
-    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[None]:
+    def capture(self, graph: torch.cuda.CUDAGraph) -> Iterator[int]:
         """One graph per rank; its gates are in it."""
         torch.cuda.current_stream(self.device).synchronize()
         self._meet(Tag("construct"), self.lanes)
         # Only this thread is recorded: the watch keeps looking meanwhile.
         graph.capture_begin(capture_error_mode="thread_local")
+        self._captures += 1
         try:
-            yield
+            yield self._captures
         except BaseException:
             with contextlib.suppress(RuntimeError):  # the first error is the one to tell
                 graph.capture_end()
@@ -171,7 +173,8 @@ class SymmTransport(ShmTransport, DeviceTransport):
         graph.capture_end()
         self._meet(Tag("construct"), self.lanes)
 
-    def replay(self, graph: torch.cuda.CUDAGraph) -> None:
+    def replay(self, graph: torch.cuda.CUDAGraph, number: int) -> None:
+        """Ranks that replay different captures find out by the epochs in their counts' headers."""
         self._watch.expect(Tag("counts"), self.lanes)
         graph.replay()
 
