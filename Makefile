@@ -10,7 +10,8 @@ run: $(VENV)/.run ## install, then serve a small Kimi-K3 checkpoint on 4 ranks, 
 	$(BIN)/evenep run
 
 # Suites that only compute; the others have clocks running, and a busy neighbour makes them late.
-COMPUTING := $(addprefix tests/,kernels device experts exchange plan formats weights bench models)
+COMPUTING := $(addprefix tests/,kernels device experts exchange plan formats weights bench models \
+	test_engine.py test_contracts.py test_cli.py test_cli_errors.py test_docs.py test_support.py)
 
 test: lint ## lint, types and every test of the default run
 	$(BIN)/python -m pytest -n 2 $(COMPUTING)

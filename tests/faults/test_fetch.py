@@ -48,7 +48,7 @@ def _stop_in_transit(group: EPGroup, cfg: EPConfig, inputs: Inputs, victim: int)
             raise
 
 
-@pytest.mark.parametrize("victim", [0, 1, 2])
+@pytest.mark.parametrize("victim", [0, *(pytest.param(r, marks=pytest.mark.slow) for r in (1, 2))])
 def test_a_rank_that_stops_in_transit_is_named_by_all_others(victim: int) -> None:
     cfg = config(policy="exact", timeout_s=2.0)
     inputs = Inputs.skewed(cfg, [20, 20, 20])  # rank 0 is home to what is hot

@@ -43,8 +43,15 @@ def require_recovery(
 
 
 @pytest.mark.parametrize("kind", ["stop", "slow"])
-def test_an_absent_process_is_named_and_comes_back(kind: str) -> None:
-    faults = faults_of(kind, EVERYWHERE)
+@pytest.mark.parametrize(
+    "spots",
+    [
+        pytest.param(AROUND, id="around"),
+        pytest.param(EVERYWHERE, id="everywhere", marks=pytest.mark.slow),
+    ],
+)
+def test_an_absent_process_is_named_and_comes_back(kind: str, spots: list[tuple[str, int]]) -> None:
+    faults = faults_of(kind, spots)
     require_recovery("shm", faults, DEADLINE_S + MARGIN_S, DEADLINE_S)
 
 

@@ -66,31 +66,8 @@ class DeviceMachine(Machine):
         self._require_same_layout()
         self._roomy: set[str] = set()
         self._require_room(cfg.policy)
-        self.store = ExpertStore(
-            cfg, setup.placement, setup.transport, setup.experts.layers, self.runner
-        )
-        self.capacity = rows_capacity(cfg, self.store.home_rows)
-        self.runner.reserve(self.capacity)
-        for layer in setup.experts.layers:
-            self.store.load(layer, setup.experts, setup.progress)
-        self.streams.current().synchronize()
-        setup.transport.barrier(Tag("construct"), cfg.load_timeout_s)
-        cache = RunnerTimes(setup.settings.cache_dir, problem(cfg, device))
-        stacked = self.store.layer(setup.experts.layers[0]).stacked
-        agree_on_runner(self.runner, cfg, setup.transport, cache, stacked)
-        self._runner_choice = RunnerChoice(self.runner.name, self.runner.why)
-        self.home_E = torch.from_numpy(setup.placement.home_E).to(device, torch.int32)
-        self.local_E = torch.from_numpy(setup.placement.local_E).to(device, torch.int32)
-        self.sources_XR = {
-            layer: torch.stack([addresses(w) for w in self.store.windows(layer).values()])
-            for layer in self.store.layers
-        }
-        self.slots_X = {
-            (layer, lane): self._slot_addresses(layer, lane)
-            for layer in self.store.layers
-            for lane in range(cfg.in_flight)
-        }
-        self.row_bytes_X = tuple(spec.nbytes for spec in self.runner.specs())
+        self._load(setup)
+        self._find_weights()
         self.fetch_stream = self.streams.make()
         self.sms_beside_fetch = max(num_sms(device) - FETCH_PROGRAMS, 1)
         self._hardware = setup.hardware or measure(self, setup.experts.layers[0])
@@ -98,28 +75,61 @@ class DeviceMachine(Machine):
         if setup.hardware is None:
             self._hardware = measure_planning(self)
             self.planner.use(self._hardware)
-        self.lanes = Lane.make(cfg, self.store.home_rows, setup.transport, self.planner)
-        if self.poison:
-            for lane in self.lanes:
-                lane.poison()
+        self._make_lanes()
+        warm_up(self, setup.experts.layers[0])
+
+    def _load(self, setup: Setup) -> None:
+        """This rank's experts into the store, and the runner that all ranks agree on."""
+        cfg, layers, transport = self.cfg, setup.experts.layers, setup.transport
+        self.store = ExpertStore(cfg, self.placement, transport, layers, self.runner)
+        self.capacity = rows_capacity(cfg, self.store.home_rows)
+        self.runner.reserve(self.capacity)
+        for layer in layers:
+            self.store.load(layer, setup.experts, setup.progress)
+        self.streams.current().synchronize()
+        transport.barrier(Tag("construct"), cfg.load_timeout_s)
+        cache = RunnerTimes(setup.settings.cache_dir, problem(cfg, self.device))
+        stacked = self.store.layer(layers[0]).stacked
+        agree_on_runner(self.runner, cfg, transport, cache, stacked)
+        self._runner_choice = RunnerChoice(self.runner.name, self.runner.why)
+
+    def _find_weights(self) -> None:
+        """Addresses of every rank's experts and of this rank's slots, for the fetch."""
+        self.home_E = torch.from_numpy(self.placement.home_E).to(self.device, torch.int32)
+        self.local_E = torch.from_numpy(self.placement.local_E).to(self.device, torch.int32)
+        self.sources_XR = {
+            layer: torch.stack([addresses(w) for w in self.store.windows(layer).values()])
+            for layer in self.store.layers
+        }
+        self.slots_X = {
+            (layer, lane): self._slot_addresses(layer, lane)
+            for layer in self.store.layers
+            for lane in range(self.cfg.in_flight)
+        }
+        self.row_bytes_X = tuple(spec.nbytes for spec in self.runner.specs())
+
+    def _make_lanes(self) -> None:
+        """Memory of the steps in flight, and what they leave behind. Collective."""
+        cfg, streams = self.cfg, self.streams
+        self.lanes = Lane.make(cfg, self.store.home_rows, self.transport, self.planner)
         for lane in self.lanes:
-            setup.transport.follow(lane.routes.status[1:])
+            if self.poison:
+                lane.poison()
+            self.transport.follow(lane.routes.status[1:])
         self.residency: dict[tuple[int, int], DeviceResidency] = {}
         self._empty_slots()
         # What steps did, and whether kernels found something wrong, written by the GPU.
         stats = self.lanes[0].plan.stats
         rows = RECORDS + CAPTURED
-        landing = self.streams.landing(rows * stats.numel(), stats.dtype)
-        self._landing = landing.view(rows, stats.numel())
-        self.status = self.streams.landing(cfg.in_flight, torch.int32)
+        self._landing = streams.landing(rows * stats.numel(), stats.dtype).view(rows, -1)
+        self.status = streams.landing(cfg.in_flight, torch.int32)
         self._said = self.status.numpy()
-        self._steps, self._captured, self.timelines = 0, 0, Timelines(self.streams)
+        self._steps, self._captured, self.timelines = 0, 0, Timelines(streams)
         # Two streams may hold steps: a lane's memory and the runner's scratch go from one to the
         # other in order.
-        self.lane_turns = [Turn(self.streams) for _ in range(cfg.in_flight)]
-        self.runner_turn = Turn(self.streams)
+        self.lane_turns = [Turn(streams) for _ in range(cfg.in_flight)]
+        self.runner_turn = Turn(streams)
         self._groups: dict[tuple[int, int, bool, int], Groups] = {}
-        warm_up(self, setup.experts.layers[0])
 
     @property
     def runner_choice(self) -> RunnerChoice:
