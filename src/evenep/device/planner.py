@@ -399,12 +399,14 @@ class DevicePlanner:
     def describe(self, stats: Tensor, policy: str) -> dict[str, Any]:
         """The plan's part of a ``StepRecord``, from statistics that the host has."""
         n = dict(zip(STATS, stats.tolist(), strict=True))
+        mine = {"routes": n["my_routes"], "computed": n["my_load"], "policy": policy}
+        return mine | self._figures(n, policy)
+
+    def _figures(self, n: dict[str, int], policy: str) -> dict[str, Any]:
+        """What a ``StepRecord`` and a ``PlanStats`` both say of a plan."""
         ranks, total = self._sizes.R, n["total"]
         expert_bytes = format_of(self.cfg).expert_bytes(self.cfg)
         return {
-            "routes": n["my_routes"],
-            "computed": n["my_load"],
-            "policy": policy,
             "chosen": self.chosen_name(policy, n["chosen"]),
             "imbalance_before": n["max_home_load"] * ranks / total if total else 1.0,
             "imbalance_after": n["max_load"] * ranks / total if total else 1.0,
@@ -419,25 +421,18 @@ class DevicePlanner:
         n = self.numbers(out)
         slot_RB = out.slot_RB.cpu().numpy()
         senders = self.placement.home_E[slot_RB[slot_RB >= 0]]
-        ranks, total = self._sizes.R, n["total"]
-        expert_bytes = format_of(self.cfg).expert_bytes(self.cfg)
+        total = n["total"]
         rests = out.policy == "auto" and not n["searched"]
-        over = n["max_load"] * ranks - total
+        over = n["max_load"] * self._sizes.R - total
         return PlanStats(
             policy="static" if rests else out.policy,
-            chosen=self.chosen_name(out.policy, n["chosen"]),
-            imbalance_before=n["max_home_load"] * ranks / total if total else 1.0,
-            imbalance_after=n["max_load"] * ranks / total if total else 1.0,
-            replicas=n["replicas"],
-            fetches=n["fetches"],
-            fetch_bytes=n["fetches"] * expert_bytes,
-            saved_bytes=(n["replicas"] - n["fetches"]) * expert_bytes,
             max_in=n["max_in"],
             max_out=int(np.bincount(senders, minlength=1).max()),
             moved_routes=n["moved_routes"],
             epsilon_reached=over / total if total else 0.0,
             time_s=n["time_ps"] / PS,
             static_time_s=n["static_time_ps"] / PS,
+            **self._figures(n, out.policy),
         )
 
     def snapshot(
